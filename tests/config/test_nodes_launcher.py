@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from ddp_recipes.launchers.nodes.backend import SignedBackend, signed_backend
+from ddp_recipes.launchers.nodes.rendezvous import SignedBackend, signed_backend
 from helpers.marks import quick_each
 from helpers.patience import patience
 

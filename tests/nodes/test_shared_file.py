@@ -16,8 +16,8 @@ import pytest
 from torch.distributed import PrefixStore
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.launchers.nodes.rendezvous import open_store
 from ddp_recipes.launchers.nodes.shared_file import SharedFile
-from ddp_recipes.launchers.nodes.stores import open_store
 from helpers.patience import patience
 from helpers.processes import OWN_MODELS, SMALL, START_S, Run, started, until
 

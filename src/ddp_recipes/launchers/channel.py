@@ -43,7 +43,7 @@ DEAD_S = 5.0  # for a killed rank to be dead, and to hold no lock any more
 class Peers:
     """The other ranks' processes on this node: which have exited, which hang.
 
-    It finds them among the children of torchrun's agent. Without one it finds none: what started the ranks watches them.
+    They are found among the children of torchrun's agent. Without one none is: what started the ranks watches them.
     """
 
     def __init__(self, world: World) -> None:

@@ -1,8 +1,14 @@
-"""How the supervisors of nodes find each other, by torch's rendezvous, and know who is still there. Loads torch."""
+"""How the supervisors of nodes find each other, by torch's rendezvous, and know who is still there. Loads torch.
 
+The store in which they meet is one node's, or in a file that all share. The state of the rendezvous, which torch pickles
+there, is taken from nobody without the key.
+"""
+
+import hmac
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -11,24 +17,166 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousInfo
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousInfo,
+    RendezvousStateError,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
 from ddp_recipes.errors import MAKE_KEY, RequestError, RunFailed
 from ddp_recipes.launchers.environment import find_key
-from ddp_recipes.launchers.nodes.backend import signed_backend
 from ddp_recipes.launchers.nodes.heartbeat import Heartbeats
-from ddp_recipes.launchers.nodes.shared_file import SharedFile
+from ddp_recipes.launchers.nodes.shared_file import TIMEOUT, SharedFile
 from ddp_recipes.launchers.nodes.start import Offer, Start
-from ddp_recipes.launchers.nodes.stores import normalized, open_store, own_address
 from ddp_recipes.runtime.messages import Messages
 
 if TYPE_CHECKING:
     from ddp_recipes.launchers.nodes.launcher import NodesSettings
+
+
+FILE = "file://"
+PORT = 29400  # torch's own for this
+ELSEWHERE = "192.0.2.1"  # nobody has it (RFC 5737): what leads to other machines leads there
+
+
+def normalized(endpoint: str) -> str:
+    """Return ``host:port`` or ``file:///path``.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    found = endpoint if ":" in endpoint else f"{endpoint}:{PORT}"
+    if not (found.startswith(f"{FILE}/") or found.rpartition(":")[2].isdecimal()):
+        raise RequestError(
+            f"launcher.rdzv_endpoint={endpoint} is not allowed. Allowed: host:port of one of the nodes, or "
+            f"file:///an/absolute/path that all nodes share."
+        )
+    return found
+
+
+def own_address(endpoint: str) -> str:
+    """Return the address of this machine on the way to the others; nothing is sent.
+
+    Raises:
+        RequestError: no way is known here.
+    """
+    host = ELSEWHERE if endpoint.startswith(FILE) else endpoint.rpartition(":")[0]
+    family, address = _addresses(host)[0]
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as way:
+            way.connect(address)
+            return str(way.getsockname()[0])
+    except OSError as error:
+        raise RequestError(
+            f"launcher.rdzv_endpoint={endpoint}: this machine's address on the way there is not known ({error}). Set "
+            f"launcher.local_addr to the one by which the other nodes reach it."
+        ) from None
+
+
+def open_store(endpoint: str, address: str, silent_s: float) -> Store:
+    """Return the store: that of the node with the endpoint's address, which makes it, or the one in a file.
+
+    Args:
+        address: this machine's.
+        silent_s: after so many seconds in which nobody writes, a file is of a run that has ended.
+
+    Raises:
+        RequestError: there is none.
+    """
+    if endpoint.startswith(FILE):
+        try:
+            return SharedFile(Path(endpoint.removeprefix(FILE)), silent_s)
+        except (OSError, RuntimeError) as error:
+            raise RequestError(
+                f"launcher.rdzv_endpoint={endpoint}: {error}. Give a file on a file system that all nodes share and "
+                f"where they can lock files, or host:port of one of the nodes."
+            ) from error
+    host, _, port = endpoint.rpartition(":")
+    if address in {str(found[0]) for _, found in _addresses(host)}:
+        with suppress(RuntimeError, ValueError):  # another process of this machine has it
+            return TCPStore(host, int(port), is_master=True, multi_tenant=True, timeout=TIMEOUT)
+    try:
+        return TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
+    except (RuntimeError, ValueError) as error:
+        raise RequestError(
+            f"launcher.rdzv_endpoint={endpoint} does not answer: {error}. Give host:port of a node on which this is "
+            f"started as well; that port must be free there and open to the others."
+        ) from error
+
+
+def _addresses(host: str) -> list[tuple[int, tuple[Any, ...]]]:
+    """Return each address of a host as sockets take it, after its family."""
+    try:
+        found = socket.getaddrinfo(host, PORT, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise RequestError(f"launcher.rdzv_endpoint: {host} has no address here: {error}.") from None
+    return [(family, address) for family, _, _, _, address in found]
+
+
+SIZE = 32
+
+
+class SignedBackend(RendezvousBackend):
+    """A backend whose state carries a digest, keyed over the run and the state.
+
+    Args:
+        run: a name that no other run has, nor an earlier one in the same store.
+    """
+
+    def __init__(self, backend: RendezvousBackend, key: bytes, run: bytes) -> None:
+        self._backend, self._key, self._run = backend, key, run
+
+    @property
+    def name(self) -> str:
+        return self._backend.name
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """Return the state, if there is one.
+
+        Raises:
+            RendezvousStateError: it was written without the key, or in another run.
+        """
+        found = self._backend.get_state()
+        return None if found is None else (self._verified(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Set the state if it is still the one of the token; return what is there.
+
+        Raises:
+            RendezvousStateError: what is there was written without the key, or in another run.
+        """
+        found = self._backend.set_state(self._digest(state) + state, token)
+        return None if found is None else (self._verified(found[0]), found[1], found[2])
+
+    def _digest(self, state: bytes) -> bytes:
+        return blake2b(self._run + b"\0" + state, key=self._key, digest_size=SIZE).digest()
+
+    def _verified(self, signed: bytes) -> bytes:
+        state = signed[SIZE:]
+        if not hmac.compare_digest(signed[:SIZE], self._digest(state)):
+            raise RendezvousStateError(
+                "what is there was not written with this node's key for this run. Either nodes have different keys "
+                "(DDP_RECIPES_KEY or ~/.ddp_recipes_key), or somebody else writes there"
+            )
+        return state
+
+
+def signed_backend(store: Store, key: bytes, run: str) -> RendezvousBackend:
+    """Return the backend of torch's ``c10d`` in a store, for the run that has begun there.
+
+    The first of its nodes draws a name for it: the key alone does not tell its state from that of an earlier run.
+    """
+    drawn = store.compare_set(f"ddp_recipes/{run}/drawn", "", os.urandom(16).hex())
+    return SignedBackend(C10dRendezvousBackend(store, run), key, run.encode() + b"\0" + drawn)
+
 
 T = TypeVar("T")
 

@@ -27,8 +27,7 @@ from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.reports import Death, Outcome, decide
 from ddp_recipes.launchers.slurm.settings import SlurmSettings
-from ddp_recipes.launchers.slurm.state import State
-from ddp_recipes.launchers.slurm.task import STARTED_AGAIN, Attempt, Task, read_reports
+from ddp_recipes.launchers.slurm.task import STARTED_AGAIN, Attempt, State, Task, read_reports
 from ddp_recipes.reporting.run_directory import Summary, locked, write_text
 from ddp_recipes.runtime.job import Job
 

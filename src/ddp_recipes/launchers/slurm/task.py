@@ -1,18 +1,64 @@
-"""One task of a Slurm job: it is one rank, and writes its report to ``slurm/``."""
+"""A Slurm job: its state, and one task of it, which is one rank and writes its report to ``slurm/``."""
 
 import contextlib
 import json
 import os
+import re
+import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_recipes.launchers import environment, worker
 from ddp_recipes.launchers.reports import RankReport
-from ddp_recipes.launchers.slurm.state import State, ask_slurm
 from ddp_recipes.reporting.run_directory import leave_failure_of_rank_0, write_text
 from ddp_recipes.runtime.job import Job
+
+
+def ask_slurm(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a job, as Slurm's controller reports it."""
+
+    name: str = ""
+    reason: str = ""
+    nodes: str = ""
+    restarts: int = 0
+    ended: bool = False
+
+    def __str__(self) -> str:
+        more = self.nodes if self.name == "RUNNING" else self.reason if self.name == "PENDING" else ""
+        return f"{self.name.lower()}{f' ({more})' if more not in ('', 'None', '(null)') else ''}"
+
+    @classmethod
+    def ask(cls, number: str, former: "State") -> "State":
+        """Ask the controller, which needs no accounting; it forgets a job minutes after its end."""
+        answer = ask_slurm("scontrol", "show", "job", "--oneliner", number)
+        if answer.returncode:
+            if "Invalid job id" not in answer.stderr:
+                return former  # it may be asked again
+            return replace(former, name=former.name if former.ended else "forgotten", ended=True)
+        fields = dict(re.findall(r"(\w+)=(\S*)", answer.stdout))
+        name = fields.get("JobState", "")
+        return cls(
+            name=name,
+            reason=fields.get("Reason", ""),
+            nodes=fields.get("NodeList", ""),
+            restarts=int(fields.get("Restarts", 0)),
+            ended=name not in GOING_ON,
+        )
+
+
+# A job in any other state has ended.
+GOING_ON = {
+    *("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"),
+    *("REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"),
+}
+
 
 LINGER_S = 5.0  # a rank that failed stays so long for the others to report: Slurm ends them with it
 STARTED_AGAIN = "Started again by Slurm, restart"  # what is above it in a log is of an earlier start
