@@ -148,8 +148,7 @@ def _places_itself(node: Mapping[str, Any], settings: ModelSettings, strategy: S
 
 def _deferred(made: Callable[[], Task]) -> BuiltTask:
     """Return the task whose large tensors have no memory yet."""
-    from ddp_recipes.build.deferred import without_memory
-    from ddp_recipes.build.materialize import materialize
+    from ddp_recipes.build.deferred import materialize, without_memory
 
     task, found, warnings = without_memory(made)
     initial = {outside(name): value for name, value in found.items()}
@@ -188,7 +187,7 @@ def _initialize(built: BuiltTask, loader: Loader) -> None:
     """
     task, reason = built.task, "the model does not run them in evaluation"
     if built.initial:
-        from ddp_recipes.build.materialize import materialize
+        from ddp_recipes.build.deferred import materialize
 
         materialize(task, built.initial, {}, torch.device("cpu"))
         built.initial, task.deferred, built.made_whole = {}, False, "its lazy modules run on a batch"

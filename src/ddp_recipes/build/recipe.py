@@ -173,7 +173,7 @@ class Recipe:
         if strategy is not None:
             strategy.shard(self.task, self.devices.own)
         if self.initial:
-            from ddp_recipes.build.materialize import materialize
+            from ddp_recipes.build.deferred import materialize
 
             materialize(self.task, self.initial, weights, self.device)
         elif not in_rows:

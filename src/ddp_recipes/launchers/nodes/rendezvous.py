@@ -1,7 +1,7 @@
 """How the supervisors of nodes find each other, by torch's rendezvous, and know who is still there. Loads torch.
 
-The store in which they meet is one node's, or in a file that all share. The state of the rendezvous, which torch pickles
-there, is taken from nobody without the key.
+The store in which they meet is one node's, or in a file that all share. The state of the rendezvous, which torch
+pickles there, is taken from nobody without the key.
 """
 
 import hmac

@@ -1,12 +1,15 @@
-"""What FSDP2 would change of a block's calls: which inputs are one tensor, and outputs in memory that it frees."""
+"""What FSDP2 would change of a block's calls: which inputs are one tensor, and outputs in memory that it frees.
+
+And steps that a model brings itself, as those written for Lightning do.
+"""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from ddp_recipes._compat.fsdp import in_backward, is_wrapped, note_call, reduce_now, replaced
 from ddp_recipes._compat.torch_ import storage_key, tree_flatten, tree_leaves, tree_map_only, tree_unflatten, viewed
@@ -128,3 +131,45 @@ def apart(block: nn.Module, outputs: Any, inputs: Sequence[Any] = ()) -> Any:
     if not any(map(shares, tree_leaves(outputs))):
         return outputs
     return tree_map_only(Tensor, lambda leaf: leaf.clone() if shares(leaf) else leaf, outputs)
+
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def own_steps(model: nn.Module) -> list[str]:
+    """Return the names of the steps that a model has."""
+    return [name for name in _STEPS if hasattr(model, name)]
+
+
+def gather_in_steps(model: nn.Module, done: Callable[[], None]) -> None:
+    """Have what is in no block gathered for a step as for a call: a step need not call the model itself.
+
+    Args:
+        done: called after each step.
+    """
+    for name in own_steps(model):
+        own = getattr(model, name)
+        setattr(model, name, _watched(model, own))
+        register_fsdp_forward_method(model, name)
+        setattr(model, name, _followed(model, own, getattr(model, name), done))
+
+
+def _watched(model: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
+    watch = watch_of_gathered(model)
+
+    @wraps(own)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with watch.one():
+            return own(*args, **kwargs)
+
+    return step
+
+
+def _followed(model: nn.Module, own: Any, gathered: Callable[..., Any], done: Callable[[], None]) -> Callable[..., Any]:
+    @wraps(own)  # for who asks what it takes
+    def step(*args: Any, **kwargs: Any) -> Any:
+        output = apart(model, gathered(*args, **kwargs))
+        done()
+        return output
+
+    return step

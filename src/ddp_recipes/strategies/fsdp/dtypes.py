@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ddp_recipes._compat.fsdp import of_freed_memory, of_two_dtypes, uses_rows
 from ddp_recipes._compat.torch_ import NormBase
 from ddp_recipes.errors import RequestError
-from ddp_recipes.strategies.fsdp.steps import own_steps
+from ddp_recipes.strategies.fsdp.calls import own_steps
 
 _REDUCED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # which backends add
 

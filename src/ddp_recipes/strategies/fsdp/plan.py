@@ -15,9 +15,9 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective, Exchange
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum
 from ddp_recipes.strategies.fsdp.blocks import blocks_of, single_numbers
+from ddp_recipes.strategies.fsdp.calls import own_steps
 from ddp_recipes.strategies.fsdp.dtypes import policies_of
 from ddp_recipes.strategies.fsdp.settings import FSDPSettings
-from ddp_recipes.strategies.fsdp.steps import own_steps
 from ddp_recipes.strategies.fsdp.without_data import Block, at_gradients, in_dtype
 from ddp_recipes.tasks import Task
 

@@ -31,14 +31,12 @@ from ddp_recipes.strategies.collectives import broadcast_each
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum, sum_in_turns
 from ddp_recipes.strategies.exchanges import exchanged
 from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_optimizers, refuse_parameters, single_numbers
-from ddp_recipes.strategies.fsdp.calls import Calls
+from ddp_recipes.strategies.fsdp.calls import Calls, gather_in_steps
 from ddp_recipes.strategies.fsdp.dtypes import explanation, policies_of
-from ddp_recipes.strategies.fsdp.order import Gather, Order, ReduceScatter
-from ddp_recipes.strategies.fsdp.ordered import OrderedReduceScatter
+from ddp_recipes.strategies.fsdp.order import Gather, Order, OrderedReduceScatter, ReduceScatter
 from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_of, own_rows
 from ddp_recipes.strategies.fsdp.plan import exchange_of
 from ddp_recipes.strategies.fsdp.settings import FSDPSettings
-from ddp_recipes.strategies.fsdp.steps import gather_in_steps
 from ddp_recipes.strategies.fsdp.usage import Usage
 from ddp_recipes.strategies.group import Group
 from ddp_recipes.tasks import Task

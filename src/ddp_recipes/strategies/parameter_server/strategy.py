@@ -20,7 +20,7 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Passes, Whole, Wrapped, parameters_in, states_in_order
 from ddp_recipes.strategies.collectives import gather
 from ddp_recipes.strategies.group import Group
-from ddp_recipes.strategies.parameter_server.messages import (
+from ddp_recipes.strategies.parameter_server.server import (
     ANY,
     ASK,
     DEAL,
@@ -29,10 +29,10 @@ from ddp_recipes.strategies.parameter_server.messages import (
     WEIGHTS,
     Push,
     Served,
+    Server,
     copy,
     deal,
 )
-from ddp_recipes.strategies.parameter_server.server import Server
 from ddp_recipes.strategies.parameter_server.settings import ParameterServerSettings
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.written import Watch
