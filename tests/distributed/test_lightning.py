@@ -11,7 +11,7 @@ import torch
 
 from ddp_recipes import RequestError
 from ddp_recipes.errors import RunFailed
-from ddp_recipes.lightning.callbacks import refuse_callback
+from ddp_recipes.lightning.events import refuse_callback
 from ddp_recipes.lightning.trainer import Trainer
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.world import World

@@ -13,7 +13,7 @@ from ddp_recipes.errors import RunFailed
 from ddp_recipes.launchers.nodes.copies import Copies
 from ddp_recipes.recovery.memory import SnapshotId, SnapshotSlots, new_file, path_of, snapshot_in, write_state
 from ddp_recipes.recovery.memory_server import CHUNK, FIRST_S, REQUEST, MemoryClient, MemoryServer, opener
-from ddp_recipes.recovery.sharded_snapshot import load_snapshot, pieces_of
+from ddp_recipes.recovery.state_transfer import load_snapshot, pieces_of
 from ddp_recipes.runtime.tensors import OwnRows, whole_of
 from helpers.processes import until
 

@@ -4,7 +4,7 @@ import csv
 from pathlib import Path
 
 from ddp_recipes.loggers import CSVLogger
-from ddp_recipes.recovery.points import Points
+from ddp_recipes.recovery.state_transfer import Points
 
 
 def column(directory: Path, name: str) -> list[tuple[int, float]]:

@@ -18,8 +18,7 @@ from ddp_recipes.data.loader import Batch
 from ddp_recipes.devices import is_accelerator
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning import checkpoint, optimizers, update
-from ddp_recipes.lightning.callbacks import Wrapped, refuse_callback
-from ddp_recipes.lightning.events import Events
+from ddp_recipes.lightning.events import Events, Wrapped, refuse_callback
 from ddp_recipes.lightning.hooks import Hooks, refuse_data_hooks, refuse_hooks
 from ddp_recipes.lightning.log import Log, everywhere
 from ddp_recipes.lightning.refusals import refuse_cadence, refuse_context, refuse_rows

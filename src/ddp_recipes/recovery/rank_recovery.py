@@ -20,12 +20,12 @@ from ddp_recipes.config.parallelism import ModelLayout
 from ddp_recipes.errors import Left, RequestError, RunFailed, chain
 from ddp_recipes.recovery.before_step import BeforeStep
 from ddp_recipes.recovery.memory_server import opener
-from ddp_recipes.recovery.points import Points
-from ddp_recipes.recovery.sharded_snapshot import load_snapshot
 from ddp_recipes.recovery.source import moment
 from ddp_recipes.recovery.state_transfer import (
     Memory,
+    Points,
     in_memory,
+    load_snapshot,
     progress_of,
     resume_from,
     rewind,

@@ -1,23 +1,115 @@
-"""What a rank hands over to one that takes the place of a lost rank: its state in memory, as a checkpoint has it."""
+"""What a rank hands over to one that takes the place of a lost rank: its state in memory, as a checkpoint has it.
+
+Of a sharded model any number of ranks read a rank's part there, as a checkpoint in parts. Points are logged once, also
+where a step is done again because a rank was lost.
+"""
+
+from __future__ import annotations
 
 import io
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ddp_recipes.checkpointing.files import State
+from ddp_recipes.checkpointing.parts import PartFile, dealt, restored, taken_apart
+from ddp_recipes.checkpointing.writing import NAMES, stream
+from ddp_recipes.loggers.base import Logger, Loggers
 from ddp_recipes.recovery.before_step import BeforeStep
 from ddp_recipes.recovery.memory import HEADER, SnapshotId, least, write_state
-from ddp_recipes.recovery.points import Points
-from ddp_recipes.recovery.sharded_snapshot import pieces_of
 from ddp_recipes.recovery.source import Progress, ahead_s
 from ddp_recipes.runtime.job import Regroup
 from ddp_recipes.runtime.phases import CALLS
 from ddp_recipes.strategies.collectives import pieces, unpack
 from ddp_recipes.training.cadence import Pace
 from ddp_recipes.training.state import Run, load_part, local_state, restore, saved_state
+
+
+class Points(Loggers):
+    """Give points to a logger, each once and at once; every rank keeps those of the latest step for a new rank 0.
+
+    A kill takes with it what waits in memory, so nothing does.
+
+    Args:
+        logger: rank 0's; another rank's drops them.
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        super().__init__([logger])
+        self._step = -1
+        self._values: dict[str, float] = {}
+        self._batches: dict[str, int] = {}  # the last one of an evaluation, by name
+
+    @property
+    def latest(self) -> tuple[int, dict[str, float]]:
+        """The latest step that had points, and those."""
+        return self._step, self._values
+
+    def scalars(self, values: Mapping[str, float], step: int) -> None:
+        if step > self._step:
+            self._step, self._values = step, {}
+        if step < self._step:
+            return
+        fresh = {name: value for name, value in values.items() if name not in self._values}
+        self._values |= fresh
+        if fresh:
+            super().scalars(fresh, step)
+            self.flush()
+
+    def of_batch(self, values: Mapping[str, float], batch: int, step: int) -> None:
+        fresh = {name: value for name, value in values.items() if batch > self._batches.get(name, -1)}
+        if fresh:
+            self._batches |= dict.fromkeys(fresh, batch)
+            super().of_batch(fresh, batch, step)
+            self.flush()
+
+
+_LENGTH = 8  # bytes that hold the length of the JSON
+
+
+def pieces_of(state: State, part: int) -> Iterator[bytes | memoryview]:
+    """Yield what a rank keeps of a state: its rows and, of the first part, all that is not dealt."""
+    tree, tensors, rows = taken_apart(state)
+    note = {
+        "state": tree if part == 0 else None,
+        "drawn": state["drawn"],
+        "rows": {
+            name: [NAMES[own.values.dtype], [*own.shape], own.start, own.start + len(own.values)]
+            for name, own in rows.items()
+        },
+    }
+    text = json.dumps(note).encode()
+    yield len(text).to_bytes(_LENGTH, "little") + text
+    held = {name: own.values for name, own in rows.items() if len(own.values)}
+    yield from stream({**(tensors if part == 0 else {}), **held})
+
+
+def load_snapshot(slots: Sequence[str], opened: Callable[[str], io.RawIOBase]) -> State:
+    """Return the state whose parts are in these slots: what is sharded is read once it is requested."""
+    notes: list[dict[str, Any]] = []
+    files: list[PartFile] = []
+    for part, place in enumerate(slots):
+        with opened(place) as file:
+            _, content, *_ = HEADER.unpack(file.read(HEADER.size) or b"")
+            size = int.from_bytes(file.read(_LENGTH) or b"", "little")
+            notes.append(json.loads(file.read(size) or b""))
+        tensors, begin = content - _LENGTH - size, HEADER.size + _LENGTH + size
+        files.append(PartFile(Path(place), part, tensors, 0, begin, partial(opened, place)))
+    rows = {
+        name: {
+            "dtype": dtype,
+            "shape": shape,
+            "at": [[part, *note["rows"][name][2:]] for part, note in enumerate(notes) if name in note["rows"]],
+        }
+        for name, (dtype, shape, *_) in notes[0]["rows"].items()
+    }
+    state: State = restored(notes[0]["state"], dealt(rows, files), files)
+    return {**state, "drawn": [drawn for note in notes for drawn in note["drawn"]]}
 
 
 def progress_of(run: Run) -> Progress:

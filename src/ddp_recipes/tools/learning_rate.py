@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -11,8 +11,7 @@ from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.build.run import make_optimizer, make_run, make_stop_controller
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.output import Output
-from ddp_recipes.reporting.figures import leave_picture
-from ddp_recipes.reporting.figures.learning_rates import draw_learning_rates
+from ddp_recipes.reporting.figures import as_png, leave_picture
 from ddp_recipes.training.loop import advance
 from ddp_recipes.training.metrics import mean_loss
 from ddp_recipes.training.state import Run
@@ -97,3 +96,20 @@ def stepped(run: Run) -> Iterator[Tensor]:
             update = run.update(run, batches, False)
             advance(run, update.samples)
             yield mean_loss(run, update.losses, update.samples)
+
+
+def draw_learning_rates(rates: Sequence[float], losses: Sequence[float], chosen: float, title: str) -> bytes:
+    """Return a PNG with the smoothed loss at each rate, and the chosen rate marked."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axis = figure.add_subplot()
+    axis.plot(rates, losses, color="#3b6ea8")
+    axis.axvline(chosen, color="#b3261e", linewidth=1)
+    axis.annotate(f" {chosen:.2g}", (chosen, max(losses)), color="#b3261e", va="top")
+    axis.set_xscale("log")
+    axis.set_xlabel("learning rate")
+    axis.set_ylabel("loss, smoothed")
+    axis.set_title(title, fontsize=11, loc="left")
+    axis.spines[["top", "right"]].set_visible(False)
+    return as_png(figure)

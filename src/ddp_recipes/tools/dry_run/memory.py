@@ -26,8 +26,7 @@ from ddp_recipes.strategies.base import Exchange, in_place
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.fake import fake_batch, new_mode, without_data
 from ddp_recipes.tools.dry_run.backward import backward, roots_of
-from ddp_recipes.tools.dry_run.memory_tracker import Bytes, MemoryTracker, Saved, bytes_of, storages
-from ddp_recipes.tools.dry_run.shims import as_on, forward
+from ddp_recipes.tools.dry_run.memory_tracker import Bytes, MemoryTracker, Saved, as_on, bytes_of, forward, storages
 from ddp_recipes.training.update import needs_closure
 
 ROUNDED = 512  # bytes: allocations on accelerators are multiples of it

@@ -15,7 +15,7 @@ from ddp_recipes.reporting.run_directory import write_text
 from ddp_recipes.tools.dry_run import counts
 from ddp_recipes.tools.dry_run.checkpoint import checkpoint_bytes
 from ddp_recipes.tools.dry_run.cluster import Layout
-from ddp_recipes.tools.dry_run.exchange import exchange_of
+from ddp_recipes.tools.dry_run.counts import exchange_of
 from ddp_recipes.tools.dry_run.findings import findings
 from ddp_recipes.tools.dry_run.fitting import fit, run_step
 from ddp_recipes.tools.dry_run.report import rows

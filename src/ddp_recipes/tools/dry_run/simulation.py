@@ -17,8 +17,7 @@ from ddp_recipes.model_parallel.pipeline import Pipeline
 from ddp_recipes.model_parallel.timeline import BACKWARD, FORWARD, Work, order, requested
 from ddp_recipes.tasks import Task
 from ddp_recipes.tools.dry_run.backward import backward
-from ddp_recipes.tools.dry_run.memory_tracker import Bytes, Saved
-from ddp_recipes.tools.dry_run.shims import forward
+from ddp_recipes.tools.dry_run.memory_tracker import Bytes, Saved, forward
 
 Key = tuple[int, int]  # a stage, and the number of a micro-batch
 

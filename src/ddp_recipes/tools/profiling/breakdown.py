@@ -1,12 +1,55 @@
-"""From a trace to where the time of its steps went."""
+"""From a trace to where the time of its steps went, and a picture of that."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.autograd.profiler_util import FunctionEvent
 
+from ddp_recipes.reporting.figures import as_png
 from ddp_recipes.runtime.phases import ALL_REDUCE
-from ddp_recipes.tools.profiling.intervals import Interval, common, length, minus
+
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return disjoint intervals, in order, that cover the points of all given ones."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((start, end))
+    return found
+
+
+def minus(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
+    """Return the points that are in some interval and in none of the others."""
+    found, rest = [], union(others)
+    at = 0
+    for start, end in union(intervals):
+        while at < len(rest) and rest[at][1] <= start:
+            at += 1
+        for left, right in rest[at:]:
+            if left >= end:
+                break
+            if left > start:
+                found.append((start, left))
+            start = right
+        if start < end:
+            found.append((start, end))
+    return found
+
+
+def common(intervals: Iterable[Interval], others: Iterable[Interval]) -> list[Interval]:
+    """Return the points that are in both."""
+    mine = union(intervals)
+    return minus(mine, minus(mine, others))
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Return the length of all of them together."""
+    return sum(end - start for start, end in union(intervals))
+
 
 BETWEEN_STEPS = "validated or saved"  # a mark in a trace: what came before it belongs to no step
 OTHER = "other"
@@ -154,3 +197,21 @@ def _kernels(
                 exchange = phase in passes and "AllReduce" in kernel.name
                 found[ALL_REDUCE if exchange else phase] += kernel.duration
     return found if launches else {}
+
+
+def draw_profile(times: Mapping[str, float], title: str) -> bytes:
+    """Return a PNG with a bar for each phase of a step, whose ``times`` are in ms."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 1 + 0.35 * len(times)), layout="constrained")
+    axis = figure.add_subplot()
+    bars = axis.barh(list(times), list(times.values()), height=0.7, color="#3b6ea8")
+    step = sum(times.values())
+    axis.bar_label(bars, [f"{took:.3f} ms, {took / step:.0%}" for took in times.values()], padding=4, fontsize=9)
+    axis.set_xlim(0, 1.25 * max(times.values()))
+    axis.invert_yaxis()
+    axis.set_title(title, fontsize=11, loc="left")
+    axis.tick_params(length=0)
+    axis.xaxis.set_visible(False)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+    return as_png(figure)

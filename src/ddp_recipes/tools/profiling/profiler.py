@@ -10,9 +10,8 @@ import torch
 
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.reporting.figures import leave_picture
-from ddp_recipes.reporting.figures.profile import draw_profile
 from ddp_recipes.runtime.phases import recording
-from ddp_recipes.tools.profiling.breakdown import BETWEEN_STEPS, breakdown
+from ddp_recipes.tools.profiling.breakdown import BETWEEN_STEPS, breakdown, draw_profile
 
 log = logging.getLogger(__name__)
 

@@ -33,8 +33,7 @@ def report(arguments: Sequence[str]) -> None:
 
 def _page(directory: Path) -> str:
     from ddp_recipes.reporting.sweep import holds_run
-    from ddp_recipes.tools.report.jobs import read_sweep
-    from ddp_recipes.tools.report.page import run_page, sweep_page
+    from ddp_recipes.tools.report.page import read_sweep, run_page, sweep_page
     from ddp_recipes.tools.report.records import read_record
 
     if not directory.is_dir():
