@@ -1,16 +1,24 @@
-"""Samples, steps and bytes of a run, what ranks send among them, computed from what the run itself would use."""
+"""Samples, steps and bytes of a run, computed from what the run itself would use: what ranks send, and checkpoints."""
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+import torch
+from torch.serialization import skip_data
+
 from ddp_recipes.build.recipe import Recipe
+from ddp_recipes.build.run import make_run, make_stop_controller
+from ddp_recipes.checkpointing.files import FORMAT
 from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies import Single
 from ddp_recipes.strategies.base import Collective
 from ddp_recipes.tools.dry_run import counts
 from ddp_recipes.tools.dry_run.memory import ReplicaStep
 from ddp_recipes.tools.dry_run.pipeline import PipelineSteps
+from ddp_recipes.training.state import gather_state
 
 
 def samples_of(plan: BatchPlan, shard: int) -> int:
@@ -134,3 +142,42 @@ def _of_pipelines(recipe: Recipe, step: PipelineSteps) -> dict[str, Any]:
 def _seconds(recipe: Recipe, leaving: float) -> float | None:
     gbps = recipe.request.cluster.interconnect_gbps
     return None if gbps is None else counts.link_seconds(leaving, gbps)
+
+
+def checkpoint_bytes(recipe: Recipe, step: ReplicaStep | PipelineSteps) -> int:
+    """Return the size of a checkpoint: it is written to where only the bytes are counted, with no data in it."""
+    run = make_run(recipe, make_stop_controller(recipe), Single())  # there is nobody to gather from
+    names, steps = [], recipe.total_steps
+    if steps != 0:
+        names = [f"train/{name}" for name in ("loss", "lr", "samples_per_second", "epoch", "grad_norm")]
+    names += [f"{split}/{name}" for split in run.val for name in ("loss", *recipe.task.metrics)]
+    state = gather_state(run) | {
+        **step.state(),
+        "metrics": dict.fromkeys(names, 0.0),
+        "world_size": recipe.world.world_size,
+        "checkpointer": {"values": {"1": 0.0}},
+    }
+    sink = _Counted()
+    with step.mode, skip_data(materialize_fake_tensors=True):
+        torch.save({"format": FORMAT, **state}, sink)  # type: ignore[arg-type]
+    return sink.size
+
+
+class _Counted:
+    """A file that keeps nothing but its size."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        written = memoryview(data).nbytes
+        self.size += written
+        return written
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Skip what has no data."""
+        self.size = offset + (self.size if whence == os.SEEK_CUR else 0)
+        return self.size
+
+    def flush(self) -> None:
+        """Do nothing: nothing is held back."""
