@@ -20,8 +20,8 @@ from hypothesis import given
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.tools.report import report
-from ddp_recipes.tools.report.curves import read_curves, thinned
 from ddp_recipes.tools.report.page import FACTS, MACHINE
+from ddp_recipes.tools.report.records import read_curves, thinned
 from helpers.patience import patience
 from helpers.recipes import QUICK
 

@@ -18,12 +18,12 @@ from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.checkpoint import WEIGHTS_ONLY
 from ddp_recipes.lightning.hooks import OF_EVALUATION, OF_STEP
-from ddp_recipes.lightning.logger import ModuleLogger
 from ddp_recipes.lightning.views import (
     Checkpoints,
     FitLoop,
     LoaderView,
     Metrics,
+    ModuleLogger,
     PredictLoop,
     StrategyView,
     unavailable,

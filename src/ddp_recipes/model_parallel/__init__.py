@@ -6,10 +6,9 @@ from ddp_recipes._lazy import on_use
 
 if TYPE_CHECKING:
     from ddp_recipes.config.parallelism import Stage as Stage
-    from ddp_recipes.model_parallel.dry_run import DryRun as DryRun
+    from ddp_recipes.model_parallel.dry_run import DryRun as DryRun, timed as timed
     from ddp_recipes.model_parallel.micro_batches import in_micro_batches as in_micro_batches
     from ddp_recipes.model_parallel.split import apart as apart, split_model as split_model
-    from ddp_recipes.model_parallel.timing import timed as timed
 
 _HOMES = {
     "DryRun": ".dry_run",
@@ -17,7 +16,7 @@ _HOMES = {
     "apart": ".split",
     "in_micro_batches": ".micro_batches",
     "split_model": ".split",
-    "timed": ".timing",
+    "timed": ".dry_run",
 }
 __all__ = [*_HOMES]
 __getattr__ = on_use(__name__, _HOMES)

@@ -19,9 +19,8 @@ from ddp_recipes._compat.torch_ import buffers_of, tree_leaves
 from ddp_recipes.devices import random_kept
 from ddp_recipes.errors import RecipeError, chain
 from ddp_recipes.model_parallel.cut import SAME_WAY, Crossing, Cut, Given
-from ddp_recipes.model_parallel.layout import META, Layout, keep_own
 from ddp_recipes.model_parallel.micro_batches import micro_batches_of
-from ddp_recipes.model_parallel.placement import Conflict
+from ddp_recipes.model_parallel.placement import META, Conflict, Layout, keep_own
 from ddp_recipes.runtime.seeding import key, restored, seed_step, seeded
 from ddp_recipes.tasks import StepOutput, Task
 from ddp_recipes.tasks.fake import without_data

@@ -1,4 +1,4 @@
-"""Which module is in which stage, and how tensors come to it.
+"""Which module is in which stage, and which stage in which process, and how tensors come to it.
 
 A stage is what one device of a replica holds. Stages follow the order in which modules are registered, as
 ``named_modules()`` gives it: a name in ``starts`` begins the next one.
@@ -6,7 +6,7 @@ A stage is what one device of a replica holds. Stages follow the order in which 
 
 import copy
 from collections.abc import Collection, Iterator, MutableMapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ddp_recipes._compat.model_parallel import remove_forward_pre_hooks
+from ddp_recipes._compat.model_parallel import move_own, remove_forward_pre_hooks
 from ddp_recipes._compat.torch_ import apply_to_own
+from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.blocks import is_called
+from ddp_recipes.tasks.fake import computed
 
 Stages = dict[nn.Module, int]
 
@@ -166,3 +168,53 @@ def _devices(value: Any) -> Iterator[torch.device]:
         yield value.device
     for _, item in _items(value):
         yield from _devices(item)
+
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which stages are where: stage s in process s modulo ``processes``."""
+
+    starts: Sequence[str]
+    processes: int
+    process: int
+
+    @property
+    def stages(self) -> int:
+        """The number of stages, over all processes."""
+        return len(self.starts) + 1
+
+    @property
+    def mine(self) -> range:
+        """Stages of this process."""
+        return range(self.process, self.stages, self.processes)
+
+    @property
+    def has_last(self) -> bool:
+        """Whether this process has the last stage, hence losses and outputs."""
+        return self.stages - 1 in self.mine
+
+    def stages_of(self, task: Task, here: int | None = None) -> dict[nn.Module, int]:
+        """Return the stage of each module's own parameters and buffers; those around the model are in the last.
+
+        Args:
+            here: the one that has constants, of this process; its first one if left out.
+        """
+        stages = stages_of(task.model, self.starts, self.process if here is None else here)
+        return {module: stages.get(module, self.stages - 1) for module in task.modules()}
+
+
+def keep_own(task: Task, layout: Layout, device: torch.device) -> None:
+    """Put the stages of this process on its device, and leave of the others names and shapes.
+
+    Parameters stay the same objects: an optimizer that has all of them steps those that get gradients.
+    """
+    for module, stage in layout.stages_of(task).items():
+        place = device if stage in layout.mine else META
+        vars(module).update({name: each.detach().to(place) for name, each in computed(module).items()})
+        if any(
+            tensor.device != place for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        ):
+            move_own(module, place)

@@ -18,10 +18,10 @@ from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.config.parallelism import ModelLayout
 from ddp_recipes.errors import Left, RequestError, RunFailed, chain
-from ddp_recipes.recovery.before_step import BeforeStep
 from ddp_recipes.recovery.memory_server import opener
 from ddp_recipes.recovery.source import moment
 from ddp_recipes.recovery.state_transfer import (
+    BeforeStep,
     Memory,
     Points,
     in_memory,

@@ -1,7 +1,7 @@
 """Submits a run to Slurm through submitit. Every task of the job is one rank; this process waits, or exits.
 
 Slurm's files and the job's id are in ``slurm/`` in the run directory. So are the reports of the ranks, which works with
-and without Slurm's accounting, and outlives a job that starts again.
+and without Slurm's accounting, and outlives a job that starts again. Loads no torch.
 """
 
 import io
@@ -17,8 +17,9 @@ from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
+from ddp_recipes.config.keys import Count, Range
 from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.devices import HOST
@@ -26,10 +27,49 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.reports import Death, Outcome, decide
-from ddp_recipes.launchers.slurm.settings import SlurmSettings
 from ddp_recipes.launchers.slurm.task import STARTED_AGAIN, Attempt, State, Task, read_reports
 from ddp_recipes.reporting.run_directory import Summary, locked, write_text
 from ddp_recipes.runtime.job import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmSettings(LauncherSettings):
+    """``launcher.*`` of ``launcher=slurm``."""
+
+    name: Literal["slurm"]
+    gpus_per_node: Count | None
+    cpus_per_task: Count | None
+    time_min: Count
+    partition: str | None
+    account: str | None
+    sbatch: dict[str, Any]
+    wait: bool
+    signal_s: Annotated[int, Range(1, 65535)]
+    requeue: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("max_restarts", "replace_ranks"):
+            if number := getattr(self, name):
+                raise RequestError(
+                    f"launcher.{name}={number} is not taken by launcher=slurm. Leave it 0: with launcher.requeue=true "
+                    f"Slurm starts the job again after a preemption or the loss of a node."
+                )
+        if self.signal_s + 60 >= 60 * self.time_min:  # Slurm may send it a minute early
+            raise RequestError(
+                f"launcher.signal_s={self.signal_s} leaves no time to train in launcher.time_min={self.time_min}. "
+                f"Allowed: more than a minute less than the job's time."
+            )
+
+        lines = {"partition": self.partition, "account": self.account}
+        lines |= {f"sbatch.{name}": f"{name}={value}" for name, value in self.sbatch.items()}
+        for name, line in lines.items():
+            if not str(line).isprintable():  # the next line of the job's script would be a command
+                raise RequestError(f"launcher.{name}={line!r} is not one line of printable text, as Slurm needs it.")
+
+    def gpus_of_node(self) -> int | None:
+        return self.gpus_per_node
+
 
 SHORTEST_POLL_S, LONGEST_POLL_S = 0.5, 10.0  # Slurm's controller is shared: the longer nothing changes, the rarer
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ddp_recipes._compat.model_parallel import of_no_data
 from ddp_recipes.devices import for_sums
 from ddp_recipes.errors import RequestError
-from ddp_recipes.model_parallel.layout import Layout
 from ddp_recipes.model_parallel.pipeline import Pipeline, joined
+from ddp_recipes.model_parallel.placement import Layout
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.phases import phase
 from ddp_recipes.runtime.tensors import put_together

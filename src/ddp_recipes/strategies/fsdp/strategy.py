@@ -30,9 +30,15 @@ from ddp_recipes.strategies.base import Exchange, Passes, T, Whole, Wrapped, in_
 from ddp_recipes.strategies.collectives import broadcast_each
 from ddp_recipes.strategies.ddp_exact.ordered_sum import OrderedSum, sum_in_turns
 from ddp_recipes.strategies.exchanges import exchanged
-from ddp_recipes.strategies.fsdp.blocks import blocks_of, refuse_optimizers, refuse_parameters, single_numbers
+from ddp_recipes.strategies.fsdp.blocks import (
+    blocks_of,
+    explanation,
+    policies_of,
+    refuse_optimizers,
+    refuse_parameters,
+    single_numbers,
+)
 from ddp_recipes.strategies.fsdp.calls import Calls, gather_in_steps
-from ddp_recipes.strategies.fsdp.dtypes import explanation, policies_of
 from ddp_recipes.strategies.fsdp.order import Gather, Order, OrderedReduceScatter, ReduceScatter
 from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_of, own_rows
 from ddp_recipes.strategies.fsdp.plan import exchange_of

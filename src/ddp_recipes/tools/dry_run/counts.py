@@ -15,9 +15,8 @@ from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Single
 from ddp_recipes.strategies.base import Collective
-from ddp_recipes.tools.dry_run import counts
 from ddp_recipes.tools.dry_run.memory import ReplicaStep
-from ddp_recipes.tools.dry_run.pipeline import PipelineSteps
+from ddp_recipes.tools.dry_run.simulation import PipelineSteps
 from ddp_recipes.training.state import gather_state
 
 
@@ -111,16 +110,16 @@ def exchange_of(recipe: Recipe, step: ReplicaStep | PipelineSteps) -> dict[str, 
     """Return what a rank gives to others; where ranks differ, the most that one gives."""
     if isinstance(step, PipelineSteps):
         return _of_pipelines(recipe, step)
-    sent, trainer, given = step.exchange.sent, recipe.trainer, Counter[str]()
+    collectives, trainer, given = step.exchange.sent, recipe.trainer, Counter[str]()
     clips = trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "norm"
     times = {"batch": trainer.accumulate_grad_batches, "step": 1, "norm": int(clips)}
-    for each in sent:
+    for each in collectives:
         given[each.kind] += times[each.every] * each.bytes
     return {
         **{f"{kind}_bytes": given[kind] for kind in KINDS},
         "passed_bytes": 0,
-        "sent_bytes_a_rank": counts.sent(sent, times),
-        "at_least_seconds": _seconds(recipe, counts.leaving(sent, times, recipe.world)),
+        "sent_bytes_a_rank": sent(collectives, times),
+        "at_least_seconds": _seconds(recipe, leaving(collectives, times, recipe.world)),
     }
 
 
@@ -133,15 +132,15 @@ def _of_pipelines(recipe: Recipe, step: PipelineSteps) -> dict[str, Any]:
     return {
         **dict.fromkeys((f"{kind}_bytes" for kind in KINDS), 0),
         "all_reduced_bytes": max(reduced),
-        "passed_bytes": counts.leaving_of_pipelines([0] * len(reduced), passed, world, 1) if known else None,
-        "sent_bytes_a_rank": counts.leaving_of_pipelines(reduced, passed, world, 1),
-        "at_least_seconds": _seconds(recipe, counts.leaving_of_pipelines(reduced, passed, world, link)),
+        "passed_bytes": leaving_of_pipelines([0] * len(reduced), passed, world, 1) if known else None,
+        "sent_bytes_a_rank": leaving_of_pipelines(reduced, passed, world, 1),
+        "at_least_seconds": _seconds(recipe, leaving_of_pipelines(reduced, passed, world, link)),
     }
 
 
-def _seconds(recipe: Recipe, leaving: float) -> float | None:
+def _seconds(recipe: Recipe, sent_bytes: float) -> float | None:
     gbps = recipe.request.cluster.interconnect_gbps
-    return None if gbps is None else counts.link_seconds(leaving, gbps)
+    return None if gbps is None else link_seconds(sent_bytes, gbps)
 
 
 def checkpoint_bytes(recipe: Recipe, step: ReplicaStep | PipelineSteps) -> int:

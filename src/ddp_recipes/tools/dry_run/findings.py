@@ -7,7 +7,7 @@ from ddp_recipes.devices import HOST
 from ddp_recipes.reporting.progress import in_bytes
 from ddp_recipes.strategies.base import batch_norms
 from ddp_recipes.tools.dry_run.memory import ReplicaStep
-from ddp_recipes.tools.dry_run.pipeline import PipelineSteps
+from ddp_recipes.tools.dry_run.simulation import PipelineSteps
 
 
 def findings(recipe: Recipe, step: ReplicaStep | PipelineSteps, planned: dict[str, Any]) -> list[dict[str, str]]:

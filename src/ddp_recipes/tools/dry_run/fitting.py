@@ -16,7 +16,7 @@ from ddp_recipes.devices import HOST, fake_devices
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.world import World
 from ddp_recipes.tools.dry_run.memory import Batches, ReplicaStep
-from ddp_recipes.tools.dry_run.pipeline import PipelineSteps
+from ddp_recipes.tools.dry_run.simulation import PipelineSteps
 
 Config = Mapping[str, Any]
 Change = tuple[str, Mapping[str, Mapping[str, Any]]]  # overrides, and keys of sections

@@ -12,8 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from ddp_recipes._version import __version__
 from ddp_recipes.reporting.progress import in_bytes, number
 from ddp_recipes.reporting.sweep import job_directories
-from ddp_recipes.tools.report.curves import Points, thinned
-from ddp_recipes.tools.report.records import Record, read_record, written_at
+from ddp_recipes.tools.report.records import Points, Record, read_record, thinned, written_at
 
 LARGEST = 1e300  # number that is drawn
 
