@@ -205,7 +205,11 @@ class Loading:
                     f"data.weights draws samples, and data.train, a {type(dataset).__name__}, draws them by its own "
                     f"weights. Leave out one."
                 )
-            order = Drawn(_weights(settings.weights, dataset, self.trainer), self.seed)
+            if self.trainer.overfit_batches:
+                raise RequestError(
+                    "data.weights draws samples, trainer.overfit_batches repeats the first: leave out one."
+                )
+            order = Drawn(_numbers(settings.weights, "weights", "weight", dataset), self.seed)
         if training and settings.group_by_length and not self.trainer.overfit_batches:
             given = "lengths" if settings.group_by_length is True else settings.group_by_length
             lengths = _numbers(given, "group_by_length", "length", dataset).astype(np.int64)
@@ -252,13 +256,6 @@ def _sets(split: str, node: Any) -> list[tuple[str, Mapping[str, Any]]]:
             f"torch.utils.data.ConcatDataset of them."
         )
     return [(f"{split}/{name}", each) for name, each in node.items()]
-
-
-def _weights(given: Any, dataset: Any, trainer: TrainerSettings) -> NDArray[np.float64]:
-    """Return a weight for each sample, as the config gives it."""
-    if trainer.overfit_batches:
-        raise RequestError("data.weights draws samples, trainer.overfit_batches repeats the first: leave out one.")
-    return _numbers(given, "weights", "weight", dataset)
 
 
 def _numbers(given: Any, name: str, what: str, dataset: Any) -> NDArray[np.float64]:

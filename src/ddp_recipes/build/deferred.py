@@ -4,12 +4,10 @@ And memory and values for a task's tensors, of which some have none yet, or only
 """
 
 import gc
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
@@ -19,6 +17,7 @@ from ddp_recipes._compat.dispatch import INSTEAD, DisableTorchFunction, OpOverlo
 from ddp_recipes._compat.torch_ import local, viewed
 from ddp_recipes.build.init_recorder import InitRecorder, Ref, Undeferrable
 from ddp_recipes.runtime.phases import CALLS
+from ddp_recipes.runtime.seeding import rng_states, set_rng_states
 from ddp_recipes.runtime.tensors import Source, rows_here
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import outside
@@ -120,7 +119,7 @@ def without_memory(make: Callable[[], M]) -> tuple[M, dict[str, Initial], list[s
     All other tensors have their memory, and generators are left as ``make`` leaves them. Where something in it cannot
     wait, all is made as it is.
     """
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    states = rng_states()
     recorder = InitRecorder()
     try:
         with CALLS.with_large_memory(), _Called(recorder), _Dispatched(recorder):
@@ -136,9 +135,7 @@ def without_memory(make: Callable[[], M]) -> tuple[M, dict[str, Initial], list[s
         return made, initial, []
     except Exception as error:  # noqa: BLE001 - any of torch's own that comes of a tensor without memory
         reason = recorder.refused or f"{type(error).__name__}: {error}"
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
+    set_rng_states(states)
     warning = f"Each rank makes the whole model first: its constructor needs the memory of tensors ({reason})."
     return make(), {}, [warning]
 

@@ -144,6 +144,8 @@ class StrategySettings:
             tensors on the run's devices.
         sends: whether a rank sends tensors on its device to another one alone, beside collectives.
         kind: how ranks hold the model, as in :class:`ModelLayout`.
+        deferred: whether the model is made without memory for its large tensors, which get it, and values, once
+            sharded.
         processes: the world size that the run must have; ``None`` leaves it to the launcher.
     """
 
@@ -154,6 +156,7 @@ class StrategySettings:
     backend: ClassVar[str | None] = None
     sends: ClassVar[bool] = False
     kind: ClassVar[Kind] = "replicated"
+    deferred: ClassVar[bool] = False
 
     processes: Count | None = None
 
@@ -261,11 +264,6 @@ class StrategySettings:
     def layout(self, world_size: int) -> ModelLayout:
         """Return how so many ranks hold the model."""
         return ModelLayout(self.kind, int(world_size == 1))
-
-    @property
-    def deferred(self) -> bool:
-        """Whether the model is made without memory for its large tensors, which get it, and values, once sharded."""
-        return False
 
     # --- refusals and remedies
 

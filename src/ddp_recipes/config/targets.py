@@ -187,7 +187,8 @@ def check_name(target: Any, key: str, more: Sequence[str] = ()) -> None:
             raise RequestError(f"{key}={target} is private to {parts[0]}: no config may call that. {REMEDY}")
         return
     if not is_own(parts[0]):
-        among = ", ".join([*_trusted, parts[0] if not _is_top(parts[0]) else target.rpartition(".")[0]])
+        known = {pattern.partition(".")[0] for pattern in (*LISTED, *_trusted)}
+        among = ", ".join([*_trusted, target.rpartition(".")[0] if parts[0] in known else parts[0]])
         raise RequestError(
             f"{key}={target} is not among what a config may call: modules in your own folders, and of packages "
             f"ddp_recipes, torch, torchvision, torchmetrics and those that extras name. If you trust it, add "
@@ -231,15 +232,7 @@ def is_never(name: str) -> bool:
 
 def is_trusted(name: str) -> bool:
     """Whether a name lies in one of the ``trusted_packages``."""
-    return matches(name, _below(_trusted))
-
-
-def _is_top(package: str) -> bool:
-    return package in {pattern.partition(".")[0] for pattern in (*LISTED, *_trusted)}
-
-
-def _below(packages: Sequence[str]) -> list[str]:
-    return [pattern for name in packages for pattern in (name, f"{name}.**")]
+    return matches(name, [pattern for package in _trusted for pattern in (package, f"{package}.**")])
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

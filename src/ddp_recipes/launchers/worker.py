@@ -55,27 +55,22 @@ class LauncherConnection:
     @property
     def watcher(self) -> Watcher:
         """The functions that the rank calls to watch the others and to report to the launcher."""
-        return Watcher(self.exited, self.joined, self.reported, self.request, self.when_lost, lambda: self._moves)
+        return Watcher(
+            exited=lambda: self._exited,
+            joined=lambda: self._send(json.dumps({"joined": True})),
+            reported=lambda losses: self._send(json.dumps({"reported": losses})),
+            request=self._request,
+            when_lost=self._call_when_lost,
+            moves=lambda: self._moves,
+        )
 
-    def joined(self) -> None:
-        """Tell the launcher that this rank has joined the others."""
-        self._send(json.dumps({"joined": True}))
-
-    def reported(self, losses: int) -> None:
-        """Report to the launcher how many losses are reported to the user."""
-        self._send(json.dumps({"reported": losses}))
-
-    def exited(self) -> set[int]:
-        """Return the ranks that have exited since all last met."""
-        return self._exited
-
-    def when_lost(self, call: Callable[[], None]) -> None:
+    def _call_when_lost(self, call: Callable[[], None]) -> None:
         """Have another thread call this once a rank is lost; one that is already is no exception."""
         self._when_lost = call
         if self._lost:
             call()
 
-    def request(self, loss: Loss) -> "tuple[Regroup, Messages] | ExitRequest | None":
+    def _request(self, loss: Loss) -> "tuple[Regroup, Messages] | ExitRequest | None":
         """Report a loss to the launcher, and wait for its message: where ranks regroup, or that they do not."""
         from ddp_recipes.runtime.messages import in_file
 
@@ -134,8 +129,7 @@ def run(job: Job, world: World, store_file: int | None, connection: LauncherConn
                 from ddp_recipes.launchers.store import at_address
 
         messages = at_address(world, os.environ, STORE_TIMEOUT) if store_file is None else in_file(store_file)
-        if connection is None:
-            return RankReport.of_summary(world.rank, rank.run(job, world, messages))
-        return RankReport.of_summary(world.rank, rank.run(job, world, messages, connection.watcher))
+        watcher = Watcher() if connection is None else connection.watcher
+        return RankReport.of_summary(world.rank, rank.run(job, world, messages, watcher))
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is reported
         return RankReport.of_error(world.rank, error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.files import read_text
+from ddp_recipes.runtime.files import read_text, write_aside
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,9 +49,7 @@ def kept_id(directory: Path, new: Callable[[], str]) -> str:
     """Return the id of the run in a tracker: that of an earlier start, or a new one, which the folder keeps."""
     path = directory / "run_id"
     if not path.exists():
-        aside = path.with_suffix(".tmp")
-        aside.write_text(new())
-        os.replace(aside, path)
+        write_aside(path, lambda file: file.write(new().encode()), durable=False)
     return read_text(path)
 
 
@@ -135,6 +132,16 @@ class Logger:
         return None
 
 
+def _of_each(name: str) -> Any:
+    """Return a method that calls that of each logger."""
+
+    def method(self: Loggers, *arguments: Any, **options: Any) -> None:
+        for logger in self.loggers:
+            getattr(logger, name)(*arguments, **options)
+
+    return method
+
+
 class Loggers(Logger):
     """Give everything to several loggers, in their order."""
 
@@ -146,38 +153,15 @@ class Loggers(Logger):
         """The object behind the first logger that has one, such as a ``SummaryWriter``."""
         return next((each.experiment for each in self.loggers if each.experiment is not None), None)
 
-    def _each(self, method: str, *arguments: Any) -> None:
-        for logger in self.loggers:
-            getattr(logger, method)(*arguments)
-
-    def parameters(self, params: Mapping[str, Parameter]) -> None:
-        self._each("parameters", params)
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        self._each("scalars", values, step)
-
-    def of_batch(self, values: Mapping[str, float], batch: int, step: int) -> None:
-        self._each("of_batch", values, batch, step)
-
-    def text(self, tag: str, text: str) -> None:
-        self._each("text", tag, text)
-
-    def hparams(
-        self, params: Mapping[str, Parameter], metrics: Mapping[str, float], chosen: Collection[str] = ()
-    ) -> None:
-        self._each("hparams", params, metrics, chosen)
-
-    def graph(self, model: nn.Module, inputs: Tensor) -> None:
-        self._each("graph", model, inputs)
-
-    def image(self, tag: str, png: bytes) -> None:
-        self._each("image", tag, png)
-
-    def flush(self) -> None:
-        self._each("flush")
-
-    def finish(self, status: str) -> None:
-        self._each("finish", status)
+    parameters = _of_each("parameters")
+    scalars = _of_each("scalars")
+    of_batch = _of_each("of_batch")
+    text = _of_each("text")
+    hparams = _of_each("hparams")
+    graph = _of_each("graph")
+    image = _of_each("image")
+    flush = _of_each("flush")
+    finish = _of_each("finish")
 
     def close(self) -> None:
         with ExitStack() as stack:  # if one fails, the others still close

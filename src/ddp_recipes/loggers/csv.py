@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO, ClassVar
 
 from ddp_recipes.loggers.base import Logger, Parameter, picture_in
-from ddp_recipes.runtime.files import read_text
+from ddp_recipes.runtime.files import read_text, write_aside
 
 HELD_ROWS = 1000
 
@@ -132,9 +132,8 @@ class CSVLogger(Logger):
         from omegaconf import OmegaConf
 
         first = {name: value for name, value in params.items() if name in chosen}
-        aside = self._directory / "hparams.yaml.tmp"
-        aside.write_text(OmegaConf.to_yaml(OmegaConf.create({**first, **params})), encoding="utf-8")
-        os.replace(aside, self._directory / "hparams.yaml")
+        text = OmegaConf.to_yaml(OmegaConf.create({**first, **params}))
+        write_aside(self._directory / "hparams.yaml", lambda file: file.write(text.encode()), durable=False)
 
     def close(self) -> None:
         self.flush()
@@ -150,9 +149,7 @@ class CSVLogger(Logger):
 
     def image(self, tag: str, png: bytes) -> None:
         """Write the picture as ``<tag>.png``, over an earlier one."""
-        path = picture_in(self._directory, tag)
-        path.with_suffix(".tmp").write_bytes(png)
-        os.replace(path.with_suffix(".tmp"), path)
+        write_aside(picture_in(self._directory, tag), lambda file: file.write(png), durable=False)
 
     def see_with(self, run_directory: str) -> str:
         return f"column -s, -t {run_directory}/csv/metrics.csv"

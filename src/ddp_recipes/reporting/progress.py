@@ -38,9 +38,11 @@ class Progress:
 class _Shown(Progress):
     """Where the run is, and the text that says so, for a bar and for lines."""
 
+    every: float  # seconds between looks
+
     _total: int | None = None
     _first = _step = _epoch = _samples_per_step = 0
-    _began = 0.0
+    _began = _due = 0.0
     _loss: float | None = None
     _rate: float | None = None
     _mfu: float | None = None
@@ -56,6 +58,12 @@ class _Shown(Progress):
 
     def advance(self, step: int, epoch: int) -> None:
         self._step, self._epoch = step, epoch
+        if time.monotonic() >= self._due:
+            self._show()
+            self._due = time.monotonic() + self.every
+
+    def _show(self) -> None:
+        """Show it now."""
 
     def metrics(self, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -95,7 +103,6 @@ class Bar(_Shown):
     every = 0.2  # seconds
 
     _live: Live | None = None
-    _due = 0.0
 
     def start(self, total_steps: int | None, first_step: int, samples_per_step: int) -> None:
         from rich.console import Console
@@ -113,12 +120,9 @@ class Bar(_Shown):
         )
         self._live.start()
 
-    def advance(self, step: int, epoch: int) -> None:
-        self._step, self._epoch = step, epoch
-        if time.monotonic() >= self._due:
-            if self._live is not None:
-                self._live.refresh()
-            self._due = time.monotonic() + self.every
+    def _show(self) -> None:
+        if self._live is not None:
+            self._live.refresh()
 
     def line(self, text: str) -> None:
         if self._live is None:
@@ -151,17 +155,12 @@ class Lines(_Shown):
 
     first, every = 5.0, 30.0  # seconds
 
-    _due = 0.0
-
     def start(self, total_steps: int | None, first_step: int, samples_per_step: int) -> None:
         super().start(total_steps, first_step, samples_per_step)
         self._due = self._began + self.first
 
-    def advance(self, step: int, epoch: int) -> None:
-        self._step, self._epoch = step, epoch
-        if time.monotonic() >= self._due:
-            self.line(f"epoch {self._epoch}  {self._status()}")
-            self._due = time.monotonic() + self.every
+    def _show(self) -> None:
+        self.line(f"epoch {self._epoch}  {self._status()}")
 
 
 def make_progress(choice: str | bool, stream: TextIO) -> Progress:

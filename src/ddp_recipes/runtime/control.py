@@ -191,10 +191,6 @@ class Control:
         assert self.messages is not None
         return self.messages.get(name, seconds, lambda: rank in self.watcher.exited())
 
-    def _wait(self, name: str, rank: int) -> Any:
-        """Return what another rank has written; raise if it has not in time."""
-        return self._loaded(self._said(name, self.timeout_s + VERDICT_S, rank), rank)
-
     def _loaded(self, text: str | None, rank: int) -> Any:
         """Return what a rank has written; raise if that is nothing."""
         if text is None:
@@ -213,7 +209,7 @@ class Control:
         Raises:
             RunFailed: it has not in time.
         """
-        return self._wait(f"{name}/{rank}", rank)
+        return self._loaded(self._said(f"{name}/{rank}", self.timeout_s + VERDICT_S, rank), rank)
 
     def end(self, ranks: Collection[int], note: str = "") -> list[str]:
         """Say that this rank has come to its end, and wait until these have, too; return on rank 0 the notes of those.
@@ -302,7 +298,7 @@ class Control:
             finally:
                 self.messages.set(name, json.dumps(outcome))
         else:
-            outcome = self._wait(name, rank)
+            outcome = self._loaded(self._said(name, self.timeout_s + VERDICT_S, rank), rank)
         if not outcome:
             raise RequestError(failed)
         self._outcomes[name] = outcome

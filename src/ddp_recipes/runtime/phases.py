@@ -6,6 +6,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 from torch import Tensor
@@ -34,18 +35,6 @@ def recording() -> Iterator[None]:
         _recording = False
 
 
-def _backward(loss: Tensor) -> None:
-    loss.backward()  # type: ignore[no-untyped-call]
-
-
-def _zero_grad(optimizer: Optimizer) -> None:
-    optimizer.zero_grad()
-
-
-def _same(target: Any) -> Any:
-    return target
-
-
 @dataclass
 class Calls:
     """Functions that this process calls; torch's own unless something else was put in their place.
@@ -57,9 +46,9 @@ class Calls:
         with_large_memory: a context for what takes and frees much memory.
     """
 
-    backward: Callable[[Tensor], None] = _backward
-    zero_grad: Callable[[Optimizer], None] = _zero_grad
-    made_of: Callable[[Any], Any] = _same
+    backward: Callable[[Tensor], None] = methodcaller("backward")
+    zero_grad: Callable[[Optimizer], None] = methodcaller("zero_grad")
+    made_of: Callable[[Any], Any] = lambda target: target
     with_large_memory: Callable[[], AbstractContextManager[None]] = nullcontext
 
 

@@ -123,8 +123,7 @@ class Generators:
 def seed_everything(value: int) -> None:
     """Seed torch (all devices), Python's ``random`` and NumPy."""
     torch.manual_seed(value)
-    random.seed(value)
-    np.random.seed(value & 0xFFFFFFFF)
+    seed_cpu(value)
 
 
 _States = tuple[torch.Tensor, tuple[Any, ...], Any]

@@ -29,6 +29,7 @@ class FSDPSettings(FixedShardsSettings):
 
     name: ClassVar[str] = "fsdp"
     kind: ClassVar[Kind] = "sharded"
+    deferred: ClassVar[bool] = True  # no process need have room for all of the model
 
     replicas: Count = 1
     wrap: Count | str | list[str] = "auto"
@@ -60,11 +61,6 @@ class FSDPSettings(FixedShardsSettings):
     def layout(self, world_size: int) -> ModelLayout:
         """A process of each replica has the same rows; buffers are rank 0's after a step, or follow all shards."""
         return ModelLayout(self.kind, world_size // self.replicas, same_buffers=True)
-
-    @property
-    def deferred(self) -> bool:
-        """True: the model is made without memory, as no process need have room for all of it."""
-        return True
 
     def check(self, request: "Request") -> None:
         """Refuse other ways to cut a model or a batch, and a loss that is scaled."""
