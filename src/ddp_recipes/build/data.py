@@ -2,22 +2,24 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
+from ddp_recipes.build.devices import Devices
 from ddp_recipes.build.instantiate import bound, locate, make, parameters_of
 from ddp_recipes.config.extras import extra
-from ddp_recipes.config.parallelism import BatchShards, StrategySettings
+from ddp_recipes.config.parallelism import BatchShards
+from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import DataSettings, TrainerSettings, batches
 from ddp_recipes.data.keyed import Form, gives_batches
 from ddp_recipes.data.loader import Loader, is_iterable, size_of
 from ddp_recipes.data.order import BatchPlan, Bucketed, Drawn, FirstEpoch, Order, order_of
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.world import World
+from ddp_recipes.strategies import Strategy
 from ddp_recipes.training.precision import whole_dtype
 
 _BUCKET = 64  # batches whose samples are sorted by length together
@@ -53,32 +55,17 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Loading:
-    """What a run's loaders are made by.
-
-    Attributes:
-        data: the config's section.
-        shards: those of each global batch that this rank trains on.
-        evaluation_shards: those of any other split.
-        replicas_a_shard: replicas that share one; ``batch_size`` is for each of them.
-        timeout_s: for a batch from data workers.
-        work: what is to be done: the mode, or what takes its place.
-        sum: the strategy's, over rows and ranks; a collective.
-    """
+    """What a run's loaders are made by; ``data`` is the config's section."""
 
     data: Mapping[str, Any]
-    settings: DataSettings
-    trainer: TrainerSettings
-    mode: str
-    seed: int
-    shards: BatchShards
-    evaluation_shards: BatchShards
-    replicas_a_shard: int
-    device: torch.device
-    timeout_s: float
-    work: str
-    world: World
-    parallelism: StrategySettings
-    sum: Callable[[torch.Tensor], torch.Tensor]
+    request: Request
+    devices: Devices
+    strategy: Strategy
+
+    @cached_property
+    def trainer(self) -> TrainerSettings:
+        """Its keys as ``fast_dev_run`` and ``overfit_batches`` change them."""
+        return self.request.trainer.effective()
 
     def loaders(self, own: Mapping[str, Any] | None = None) -> dict[str, Loader]:
         """Return the loaders that the mode needs, by split, of several sets of one split by ``val/<name>``.
@@ -93,19 +80,19 @@ class Loading:
         """
         nodes = self._nodes(own)
         loaders = {name: self._loader(name, self._source(name, node, own), own is not None) for name, node in nodes}
-        if self.trainer.overfit_batches and self.mode == "fit" and own is None:
+        if self.trainer.overfit_batches and self.request.run.mode == "fit" and own is None:
             train = loaders["train"]  # a validation in the middle of an epoch must not read on in its data workers
             return {name: train if name == "train" else train.apart() for name in loaders}
         return loaders
 
     def _nodes(self, own: Mapping[str, Any] | None) -> list[tuple[str, Any]]:
         """Return what the loaders are made of, with their names."""
-        names, mode = SPLITS[self.mode], self.mode
+        names, mode = SPLITS[self.request.run.mode], self.request.run.mode
         if mode == "fit" and self.trainer.limit_val_batches == 0:
             names = ("train",)
         given = self.data if own is None else own
         by_config = ("weights", "sampler", "batch_sampler", "group_by_length")
-        if own is not None and (key := next((each for each in by_config if getattr(self.settings, each)), None)):
+        if own is not None and (key := next((each for each in by_config if getattr(self.request.data, each)), None)):
             raise RequestError(
                 f"data.{key} says which samples come, and the task brings loaders that say so themselves. Leave it "
                 f"out, and give it to their DataLoader."
@@ -129,9 +116,9 @@ class Loading:
 
     def _source(self, name: str, node: Any, own: Mapping[str, Any] | None) -> Source:
         if own is None:
-            return source_of_node(f"data.{name.replace('/', '.')}", node, self.settings, self._shards(name))
-        replicas = self.shards.total * self.replicas_a_shard
-        found: Source = extra("a DataLoader of the task")(name, node, self.settings, replicas)
+            return source_of_node(f"data.{name.replace('/', '.')}", node, self.request.data, self._shards(name))
+        replicas = self._replicas(self._shards("train"))
+        found: Source = extra("a DataLoader of the task")(name, node, self.request.data, replicas)
         return found
 
     def _loader(self, name: str, source: Source, own: bool) -> Loader:
@@ -155,7 +142,7 @@ class Loading:
         return Loader(
             dataset,
             plan.limited(batches(limit, plan.num_batches)),
-            self.device,
+            self.devices.own[0],
             shards=shards.numbers,
             num_workers=settings.num_workers,
             pin_memory=settings.pin_memory,
@@ -164,7 +151,7 @@ class Loading:
             prefetch_factor=settings.prefetch_factor,
             multiprocessing_context=settings.multiprocessing_context,
             timeout=settings.timeout or 0.0,
-            timeout_s=self.timeout_s,
+            timeout_s=self.request.launcher.timeout_s,
             form=Form(whole_dtype(trainer.precision), trainer.channels_last),
             name=f"data.{name.replace('/', '.')}",
         )
@@ -177,13 +164,13 @@ class Loading:
             order=self._order(source, size, training),
             global_batch_size=size,
             num_shards=shards.total,
-            seed=self.seed,
+            seed=self.request.run.seed,
             drop_last=settings.drop_last and (training or own),
             sharding=settings.shard,
         )
         if source.batch_sampler is None:
             return replace(plan, order=FirstEpoch(plan.order)) if repeating else plan
-        if self.work in ("plan", "batch_size"):
+        if self.request.run.work in ("plan", "batch_size"):
             raise RequestError("plan=true and tune=batch_size cut batches anew: leave out the batch sampler.")
         made: BatchPlan = extra("data.batch_sampler")(source.batch_sampler, source.dataset, plan, repeating)
         return made
@@ -194,11 +181,11 @@ class Loading:
         Args:
             size: of a global batch.
         """
-        dataset, settings = source.dataset, source.settings
+        dataset, settings, seed = source.dataset, source.settings, self.request.run.seed
         size_of(dataset)  # refuses what has no length
-        order = order_of(dataset, self.seed, training and settings.shuffle and not self.trainer.overfit_batches)
+        order = order_of(dataset, seed, training and settings.shuffle and not self.trainer.overfit_batches)
         if source.sampler is not None:
-            order = extra("data.sampler")(source.sampler, dataset, self.seed)
+            order = extra("data.sampler")(source.sampler, dataset, seed)
         elif training and settings.weights is not None:
             if order.repeats:
                 raise RequestError(
@@ -209,11 +196,11 @@ class Loading:
                 raise RequestError(
                     "data.weights draws samples, trainer.overfit_batches repeats the first: leave out one."
                 )
-            order = Drawn(_numbers(settings.weights, "weights", "weight", dataset), self.seed)
+            order = Drawn(_numbers(settings.weights, "weights", "weight", dataset), seed)
         if training and settings.group_by_length and not self.trainer.overfit_batches:
             given = "lengths" if settings.group_by_length is True else settings.group_by_length
             lengths = _numbers(given, "group_by_length", "length", dataset).astype(np.int64)
-            order = Bucketed(order, lengths, size, _BUCKET * size, self.seed)
+            order = Bucketed(order, lengths, size, _BUCKET * size, seed)
         if isinstance(order, Bucketed) and order.batch != size:
             raise RequestError(
                 f"data.train, a {type(dataset).__name__}, has batches of batch={order.batch} samples, and a global "
@@ -223,11 +210,17 @@ class Loading:
         return order
 
     def _shards(self, name: str) -> BatchShards:
-        return self.shards if name == "train" else self.evaluation_shards
+        """Return the shards of each global batch of a split that this rank has."""
+        strategy = self.request.strategy
+        return (strategy.batch_shards if name == "train" else strategy.evaluation_shards)(self.devices.world)
+
+    def _replicas(self, shards: BatchShards) -> int:
+        """Return how many replicas there are, of which several may share a shard: ``batch_size`` is for each."""
+        return shards.total * self.strategy.replicas(self.devices.own[0].type)
 
     def _global_batch(self, settings: DataSettings, shards: BatchShards, training: bool) -> int:
         """Return the samples of a global batch."""
-        replicas = shards.total * self.replicas_a_shard
+        replicas = self._replicas(shards)
         if not training:
             return settings.val_batch_size * replicas
         global_batch = settings.global_batch_size or settings.batch_size * replicas

@@ -28,21 +28,21 @@ def iterable_loader(
     limit = refuse(loading, split, key, source, shards, own)
     source = dealt_by_method(key, source, shards, own)
     settings = source.settings
-    world, training = loading.world, split == "train"
-    of = loading.parallelism.batch_shards if training else loading.parallelism.evaluation_shards
+    request, world, training = loading.request, loading.devices.world, split == "train"
+    of = request.strategy.batch_shards if training else request.strategy.evaluation_shards
     dealt = Dealt(
         shard=shards.first,
         of_rank=[of(replace(world, rank=rank)).first for rank in range(world.world_size)],
-        exchange=partial(by_rank, world=world, total=loading.sum),
+        exchange=partial(by_rank, world=world, total=loading.strategy.sum),
         shared=settings.shard_arguments is None or shards.total == 1,
         rank=world.rank,
     )
     drop_last = settings.drop_last and (training or own)
-    plan = nominal(global_batch_size, shards.total, loading.seed, drop_last, settings.shard)
+    plan = nominal(global_batch_size, shards.total, request.run.seed, drop_last, settings.shard)
     return IterableLoader(
         source.dataset,
         plan if limit is None else replace(plan, max_batches=limit),
-        loading.device,
+        loading.devices.own[0],
         dealt=dealt,
         batched=source.batched,
         num_workers=settings.num_workers,
@@ -53,7 +53,7 @@ def iterable_loader(
         timeout=settings.timeout or 0.0,
         begin_worker=source.begin_worker,
         replays=settings.replay,
-        timeout_s=loading.timeout_s,
+        timeout_s=request.launcher.timeout_s,
         form=Form(whole_dtype(loading.trainer.precision), loading.trainer.channels_last),
         name=key,
     )
@@ -65,7 +65,7 @@ def refuse(loading: Loading, split: str, key: str, source: Source, shards: Batch
     Raises:
         RequestError: with what to do instead.
     """
-    settings, trainer, strategy = source.settings, loading.trainer, loading.parallelism
+    settings, trainer, strategy = source.settings, loading.trainer, loading.request.strategy
     what = f"{key}, a {type(source.dataset).__name__}, is an iterable-style set"
     if is_read_once(source.dataset):
         raise RequestError(
@@ -77,10 +77,11 @@ def refuse(loading: Loading, split: str, key: str, source: Source, shards: Batch
             f"strategy={strategy.name} promises the same bits on any number of ranks and after a resume, and {what}, "
             f"whose order is its own. Choose another strategy, or give a set that has __len__ and __getitem__(index)."
         )
-    if shards.readers * strategy.processes_per_replica < loading.world.world_size:
+    if shards.readers * strategy.processes_per_replica < loading.devices.world.world_size:
         raise RequestError(f"{what}, and with strategy={strategy.name} some ranks read no data. Choose another one.")
-    work = {"plan": "plan=true", "batch_size": "tune=batch_size", "equivalence": "check=equivalence"}.get(loading.work)
-    if work is not None and not (loading.work == "equivalence" and settings.shard_arguments is None):
+    asked = loading.request.run.work
+    work = {"plan": "plan=true", "batch_size": "tune=batch_size", "equivalence": "check=equivalence"}.get(asked)
+    if work is not None and not (asked == "equivalence" and settings.shard_arguments is None):
         raise RequestError(f"{work} cuts an epoch's order in another way, and {what}. Give a set with an index for it.")
     limit = getattr(trainer, f"limit_{split}_batches")
     if isinstance(limit, float) and limit != 1.0:
@@ -106,7 +107,7 @@ def refuse(loading: Loading, split: str, key: str, source: Source, shards: Batch
         raise RequestError(
             f"data.persistent_workers=true, and {what}, whose data workers begin anew with each epoch. Leave it out."
         )
-    if loading.mode == "predict" and (settings.shard_arguments is not None or settings.num_workers > 1):
+    if loading.request.run.mode == "predict" and (settings.shard_arguments is not None or settings.num_workers > 1):
         raise RequestError(
             f"mode=predict writes a row for each sample in their order, and {what}, whose order is known only where "
             f"one process reads it: leave out data.shard_arguments, and set data.num_workers to at most 1."

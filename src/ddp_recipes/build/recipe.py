@@ -200,7 +200,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     set_torch_up(trainer, devices)
     request.strategy.check_world_size(devices.world.world_size)
     strategy = strategy_of(config["strategy"]["_target_"], request)
-    loading = loading_of(config["data"], request, devices, strategy)
+    loading = Loading(config["data"], request, devices, strategy)
     loaders: dict[str, Loader] = {}
     seed_everything(request.run.seed)  # a data set may draw what it holds
     if "datamodule" not in config["data"]:
@@ -271,26 +271,6 @@ def strategy_of(target: str, request: Request) -> Strategy:
         )
     strategy: Strategy = made(request.strategy)
     return strategy
-
-
-def loading_of(data: Mapping[str, Any], request: Request, devices: Devices, strategy: Strategy) -> Loading:
-    """Return what this rank's loaders are made by."""
-    return Loading(
-        data=data,
-        settings=request.data,
-        trainer=request.trainer.effective(),
-        mode=request.run.mode,
-        seed=request.run.seed,
-        shards=request.strategy.batch_shards(devices.world),
-        evaluation_shards=request.strategy.evaluation_shards(devices.world),
-        replicas_a_shard=strategy.replicas(devices.own[0].type),
-        device=devices.own[0],
-        timeout_s=request.launcher.timeout_s,
-        work=request.run.work,
-        world=devices.world,
-        parallelism=request.strategy,
-        sum=strategy.sum,
-    )
 
 
 def accumulations_of(request: Request, callbacks: Mapping[str, Callback]) -> list[Mapping[int, int]]:
