@@ -199,7 +199,7 @@ class Output:
             "world_size": world.world_size,
             "nnodes": world.nnodes,
             "devices_per_replica": recipe.devices_per_replica,
-            "split": [stage.first for stage in recipe.stages[1:]],
+            "split": [stage.first for stage in recipe.built.stages[1:]],
             "strategy": recipe.request.strategy.name,
             "device": "cpu" if recipe.devices.name == "CPU" else recipe.devices.name,
             "global_step": cursor.step,
@@ -237,7 +237,7 @@ class Output:
     def _draw(self) -> None:
         """Leave the pictures of how the model is laid out."""
         job, settings = self.recipe.job, self.recipe.request.strategy
-        for draw in self.recipe.pictures:
+        for draw in self.recipe.built.pictures:
             draw(job.directory, self.logger)
         for path in settings.pictures if self.run is not None else ():
             by_path(path)(job.directory, self.logger, settings)
@@ -251,7 +251,7 @@ class Output:
             ("model", f"{type(recipe.task.model).__name__}, {count:,} parameters"),
             ("strategy", settings.name + (f" over {backend}" if world.world_size > 1 else "")),
             ("replicas x devices", f"{recipe.replicas} x {recipe.devices_per_replica} ({recipe.devices.name})"),
-            *((f"stage {number}", str(stage)) for number, stage in enumerate(recipe.stages)),
+            *((f"stage {number}", str(stage)) for number, stage in enumerate(recipe.built.stages)),
         ]
         if (micro_batches := recipe.request.model.micro_batches) > 1:
             rows.append(("micro-batches", f"{micro_batches} a batch{note}"))

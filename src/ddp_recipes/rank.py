@@ -214,7 +214,7 @@ def prepare(job: Job, world: World, control: Control) -> tuple[Recipe, RunDirect
             "checkpoint": "none" if state is None else f"step {state['cursor']['step']}, checksum {state['checksum']}",
             "version of torch": torch.__version__,
             OWN: identity(recipe.device),
-            FELL_BACK: recipe.made_whole,  # what its constructor raised is not shown else
+            FELL_BACK: recipe.built.made_whole,  # what its constructor raised is not shown else
             "digest of the initial weights": digest(initial)[:12] if world.world_size > 1 else "",
         }
     control.agree(None, facts)
@@ -393,7 +393,7 @@ def export(recipe: Recipe, output: Output) -> None:
     """Write the checkpoint's weights alone to ``model.safetensors``."""
     from ddp_recipes.checkpointing.export import write_weights
 
-    recipe.load_weights(recipe.strategy if recipe.initial else None)  # else all ranks would hold the whole model
+    recipe.load_weights(recipe.strategy if recipe.built.initial else None)  # else all ranks would hold the whole model
     output.open(None)
     weights = recipe.strategy.weights(recipe.task) if recipe.state is None else recipe.state["model"]
     if recipe.world.is_main:

@@ -1,6 +1,6 @@
 """The objects of one run on one rank; the other modules of this folder make them, with plain arguments."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,19 +13,17 @@ from ddp_recipes._version import __version__
 from ddp_recipes.build.data import Loading, split_of
 from ddp_recipes.build.devices import Devices, available_devices, set_torch_up
 from ddp_recipes.build.instantiate import locate, make
-from ddp_recipes.build.model import convert, make_task, refuse_lazy, refuse_sparse
+from ddp_recipes.build.model import BuiltTask, convert, make_task, refuse_lazy, refuse_sparse
 from ddp_recipes.build.observers import logger_sections, make_callbacks, uncalled
 from ddp_recipes.build.resume import start_of
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.config.extras import extra
-from ddp_recipes.config.parallelism import Stage
 from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings, check_measured, resolved
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.devices import fuses_alike
 from ddp_recipes.errors import RequestError
-from ddp_recipes.loggers import Logger
 from ddp_recipes.runtime.control import Control
 from ddp_recipes.runtime.job import Job, Regroup
 from ddp_recipes.runtime.seeding import seed_everything
@@ -38,7 +36,7 @@ from ddp_recipes.training.precision import whole_dtype
 from ddp_recipes.training.state import load_part
 
 if TYPE_CHECKING:
-    from ddp_recipes.build.deferred import Initial
+    pass
 
 _ASKED_LATER = {"checkpointer", "cursor", "purge_step", "run"}  # of a checkpoint, once it is loaded
 
@@ -51,16 +49,12 @@ class Recipe:
         request: the checked keys of the job's config.
         loaders: by split; of several sets of one split by ``val/<name>``.
         trainer: its keys as ``fast_dev_run`` and ``overfit_batches`` change them.
-        stages: of a model that is split; ``pictures`` draw them.
+        built: the task, and what came of placing its model.
         loggers: the config's sections, by their dotted names.
         checkpoint: its keys, ``auto`` resolved: which metric tells the best one, and which way.
-        initial: values of those of the task's tensors that have no memory yet.
         weights: to start from, but for those of a checkpoint.
         checkpoint_path: what ``state`` was read from, if the run starts from a checkpoint.
-        flops_of_sample: operations of training, where they are asked for.
-        counts_first_step: whether they are to be counted in the first step.
         warnings: for the log, once there is one.
-        made_whole: as of :class:`~ddp_recipes.build.model.BuiltTask`.
     """
 
     job: Job
@@ -70,21 +64,20 @@ class Recipe:
     trainer: TrainerSettings
     strategy: Strategy
     loaders: Mapping[str, Loader]
-    task: Task
-    initial: "Mapping[str, Initial]"
+    built: BuiltTask
     weights: Mapping[str, Tensor]
-    stages: list[Stage]
-    pictures: Sequence[Callable[[Path, Logger], None]]
     callbacks: Mapping[str, Callback]
     length: Length
     loggers: Mapping[str, Mapping[str, Any]]
     checkpoint: CheckpointSettings
     checkpoint_path: Path | None
     state: State | None
-    flops_of_sample: float | None
-    counts_first_step: bool
     warnings: list[str]
-    made_whole: str
+
+    @property
+    def task(self) -> Task:
+        """The module that is trained, with its loss and metrics."""
+        return self.built.task
 
     @property
     def world(self) -> World:
@@ -156,7 +149,7 @@ class Recipe:
 
     def initial_weights(self) -> dict[str, Any]:
         """Return what a run without a checkpoint starts from: tensors, or what their values come of."""
-        origins = {name: each.origin() for name, each in self.initial.items()}
+        origins = {name: each.origin() for name, each in self.built.initial.items()}
         return {**self.task.weights(), **origins, **self.weights}
 
     @property
@@ -168,17 +161,17 @@ class Recipe:
         """Load the weights to start from, and have the strategy leave this rank its part; return their step."""
         weights = self.weights if self.state is None else self.state["model"]
         in_rows = self.regroup is None or (self.regroup.states and self.strategy.settings.kind == "sharded")
-        if weights and not self.initial and in_rows:
+        if weights and not self.built.initial and in_rows:
             self.task.load_weights({**self.task.weights(), **put_together(weights)})
         if strategy is not None:
             strategy.shard(self.task, self.devices.own)
-        if self.initial:
+        if self.built.initial:
             from ddp_recipes.build.deferred import materialize
 
-            materialize(self.task, self.initial, weights, self.device)
+            materialize(self.task, self.built.initial, weights, self.device)
         elif not in_rows:
             load_part(self.task, weights)
-        self.initial, self.weights = {}, {}  # some are large
+        self.built.initial, self.weights = {}, {}  # some are large
         return 0 if self.state is None else int(self.state["cursor"]["step"])
 
     def forget_state(self) -> None:
@@ -231,21 +224,15 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         trainer=trainer,
         strategy=strategy,
         loaders=loaders,
-        task=built.task,
-        initial=built.initial,
+        built=built,
         weights=start.weights,
-        stages=built.stages,
-        pictures=built.pictures,
         callbacks=callbacks,
         length=Length(len(loaders.get("train", ())), trainer, accumulations),
         loggers=loggers,
         checkpoint=checkpoint,
         checkpoint_path=start.path,
         state=start.state,
-        flops_of_sample=built.flops,
-        counts_first_step=built.counts_first_step,
         warnings=[*built.warnings, *foreseen(request, built.task, loaders, checkpoint, callbacks), *start.warnings],
-        made_whole=built.made_whole,
     )
 
 

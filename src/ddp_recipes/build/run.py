@@ -127,7 +127,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         callbacks={**task.callbacks(), **_switches(task, optimizers), **recipe.callbacks},
         hooks=[PythonState()] if recipe.world.is_main else [],
     )
-    if recipe.flops_of_sample is not None or recipe.counts_first_step:
+    if recipe.built.flops is not None or recipe.built.counts_first_step:
         extra("operations of a run")(run, recipe)
     if strategy.settings.exchanges(recipe.world):
         run.hooks = [*run.hooks, Trained(run)]

@@ -39,9 +39,9 @@ def count(built: BuiltTask, loader: Loader | None, in_first_step: bool) -> None:
 
 def follow(run: Run, recipe: Recipe) -> None:
     """Have a run log its operations; rank 0's, which logs, counts them in the first step where that is the way."""
-    if recipe.flops_of_sample is not None:
-        run.flops = of_run(recipe, recipe.flops_of_sample)
-    if not (recipe.counts_first_step and recipe.world.is_main):
+    if recipe.built.flops is not None:
+        run.flops = of_run(recipe, recipe.built.flops)
+    if not (recipe.built.counts_first_step and recipe.world.is_main):
         return
     if recipe.strategy.replicas(recipe.device.type) > 1:  # each in a thread, in which nobody counts
         recipe.warnings.append("trainer.peak_flops: the operations of several devices of a process cannot be counted.")

@@ -159,7 +159,7 @@ def run_step(recipe: Recipe) -> ReplicaStep | PipelineSteps:
         [val.sample(val.plan.size(0, 0)) for val in recipe.val.values()],
         min(recipe.trainer.accumulate_grad_batches, len(train)),
     )
-    starts = [stage.first for stage in recipe.stages[1:]]
+    starts = [stage.first for stage in recipe.built.stages[1:]]
     on_cpu = recipe.devices.type == HOST
     if (pipeline := recipe.request.strategy.pipeline) is not None:
         return PipelineSteps(
