@@ -148,16 +148,15 @@ def reduced(totals: Iterable[Total], context: RunContext) -> list[Total]:
     totals = list(totals)
     if not totals:
         return []
-    world, device = context.world, context.devices[-1]
+    device = context.devices[-1]
     zero = torch.zeros((), dtype=sum_dtype(device), device=device)
     mine = [
         torch.stack([zero if each.value is None else each.value.to(device), zero + each.weight, zero + each.batch])
         for each in totals
     ]
-    every = torch.zeros(1, world.world_size, len(mine), 3, dtype=zero.dtype, device=device)
-    every[0, world.rank] = torch.stack(mine)  # each rank has a place of its own, so the sum is what all have
+    every = by_rank(torch.stack(mine), context.world, context.sum)
     found = []
-    for each, rows in zip(totals, context.sum(every).transpose(0, 1).cpu(), strict=True):
+    for each, rows in zip(totals, every.transpose(0, 1).cpu(), strict=True):
         total = Total(each.reduction)
         latest = max((batch for _, weight, batch in rows if weight > 0), default=None)
         for value, weight, batch in rows:

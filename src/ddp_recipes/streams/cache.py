@@ -12,16 +12,18 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.streams.formats import COMPRESSIONS, decompressed
 from ddp_recipes.streams.reader import BadShard, needed
 
+T = TypeVar("T")
 LOOK_S = 0.2  # between looks at what a download has brought
 FIRST_WAIT_S = 0.5  # before it is tried again; twice as long each time
 PART = ".part"
@@ -207,8 +209,7 @@ class Cache:
             which = next((f"{name} {told[name]}" for name in _VERSIONS if told.get(name)), sorted(told.items()))
             return f"{told.get('size')} {which}"
 
-        found: str = self._tried(lambda: _in_time(attempt, None, self.timeout_s), path)
-        return found
+        return self._tried(lambda: _in_time(attempt, None, self.timeout_s), path)
 
     def small_file(self, path: str) -> bytes | None:
         """Return the content of a small file in a store; None: there is none, or it is not for us.
@@ -229,8 +230,7 @@ class Cache:
                 raise
 
         try:
-            found: bytes | None = self._tried(lambda: _in_time(attempt, None, self.timeout_s), path)
-            return found
+            return self._tried(lambda: _in_time(attempt, None, self.timeout_s), path)
         except BadShard as error:
             raise RequestError(f"{path} cannot be read: {error}") from error
 
@@ -252,8 +252,7 @@ class Cache:
 
         path = f"{root.rstrip('/')}/{names[0]}" if len(names) == 1 else root
         try:
-            sizes: dict[str, int] = self._tried(lambda: _in_time(attempt, None, self.timeout_s), path)
-            return sizes
+            return self._tried(lambda: _in_time(attempt, None, self.timeout_s), path)
         except BadShard as error:
             what, advice = ("cannot be had", "") if names else ("cannot be listed", " Give it an index.")
             raise RequestError(f"data.path={path} {what}: {error}.{advice}") from error
@@ -278,7 +277,7 @@ class Cache:
             raise RequestError(f"data.path={path} is in a store that cannot be used: {error}") from error
         return store, inner
 
-    def _tried(self, attempt: Callable[[], Any], path: str) -> Any:
+    def _tried(self, attempt: Callable[[], T], path: str) -> T:
         """Return what an attempt gives, or another one after it failed; some failures are for good."""
         wait = FIRST_WAIT_S
         for left in reversed(range(self.retries + 1)):
@@ -316,34 +315,31 @@ def _sizes(store: Any, files: Sequence[str]) -> Sequence[int | None]:
         raise FileNotFoundError(errno.ENOENT, "it is missing", missing) from error
 
 
-def _in_time(work: Callable[[], Any], part: Path | None, timeout_s: float) -> Any:
+def _in_time(work: Callable[[], T], part: Path | None, timeout_s: float) -> T:
     """Return what a thread's work gives, unless that brings nothing for too long; the thread is left alone then.
 
     Args:
         part: the file that grows as it goes on.
     """
-    outcome: list[Any] = []
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            outcome.extend((work(), None))
+            outcome.set_result(work())
         except BaseException as error:  # noqa: BLE001 - raised again by who waits
-            outcome.extend((None, error))
+            outcome.set_exception(error)
 
     thread = threading.Thread(target=run, name="fetch", daemon=True)
     thread.start()
     seen, since = -1, time.monotonic()
-    while not outcome:
+    while not outcome.done():
         thread.join(LOOK_S if timeout_s > 1 else timeout_s / 5)
         size = part.stat().st_size if part is not None and part.exists() else 0
         if size != seen:
             seen, since = size, time.monotonic()
-        elif not outcome and time.monotonic() - since > timeout_s:
+        elif not outcome.done() and time.monotonic() - since > timeout_s:
             raise TimeoutError(f"the store brought nothing for data.cache.timeout_s={timeout_s:g} seconds")
-    result, error = outcome
-    if error is not None:
-        raise error
-    return result
+    return outcome.result()
 
 
 def _touched(file: Path) -> bool:
