@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from ddp_recipes.strategies import Strategy as Strategy
     from ddp_recipes.tasks import StepOutput as StepOutput, Task as Task
 
-_HOME = {
-    "Callback": ".callbacks",
-    "Logger": ".loggers",
-    "StepOutput": ".tasks",
-    "Strategy": ".strategies",
-    "StrategySettings": ".config.parallelism",
-    "Task": ".tasks",
-    "World": ".runtime.world",
-    "export": ".checkpointing.export",
-    "run": ".main",
+_HOMES = {
+    ".callbacks": ["Callback"],
+    ".checkpointing.export": ["export"],
+    ".config.parallelism": ["StrategySettings"],
+    ".loggers": ["Logger"],
+    ".main": ["run"],
+    ".runtime.world": ["World"],
+    ".strategies": ["Strategy"],
+    ".tasks": ["StepOutput", "Task"],
 }
+_NAMES = [name for names in _HOMES.values() for name in names]
 
-__all__ = ["Preempted", "RecipeError", "RequestError", "RunFailed", "__version__", *_HOME]
+__all__ = ["Preempted", "RecipeError", "RequestError", "RunFailed", "__version__", *_NAMES]
 
-__getattr__ = on_use(__name__, _HOME)
+__getattr__ = on_use(__name__, _HOMES)

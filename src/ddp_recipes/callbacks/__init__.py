@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from ddp_recipes.callbacks.base import Callback as Callback
 
 _HOMES = {
-    "Callback": ".base",
-    "Profiler": "ddp_recipes.tools.profiling",  # where it was before
+    ".base": ["Callback"],
+    "ddp_recipes.tools.profiling": ["Profiler"],  # which was here before
 }
-__all__ = [*_HOMES]
+__all__ = [name for names in _HOMES.values() for name in names]
 __getattr__ = on_use(__name__, _HOMES, found=True)

@@ -22,23 +22,13 @@ if TYPE_CHECKING:
     from ddp_recipes.datasets.windows import Prompts as Prompts, Windows as Windows, text as text
 
 _HOMES = {
-    "Chain": ".transforms",
-    "ImageTable": ".table",
-    "InMemory": ".memory",
-    "Prompts": ".windows",
-    "ScaleAndNormalize": ".transforms",
-    "Windows": ".windows",
-    "balanced": ".memory",
-    "breast_cancer": ".tabular",
-    "cifar10": ".images",
-    "csv_table": ".table",
-    "digits": ".tabular",
-    "fake_images": ".synthetic",
-    "fashion_mnist": ".images",
-    "image_folder": ".images",
-    "mnist": ".images",
-    "random_regression": ".synthetic",
-    "text": ".windows",
+    ".images": ["cifar10", "fashion_mnist", "image_folder", "mnist"],
+    ".memory": ["InMemory", "balanced"],
+    ".synthetic": ["fake_images", "random_regression"],
+    ".table": ["ImageTable", "csv_table"],
+    ".tabular": ["breast_cancer", "digits"],
+    ".transforms": ["Chain", "ScaleAndNormalize"],
+    ".windows": ["Prompts", "Windows", "text"],
 }
-__all__ = [*_HOMES]
+__all__ = [name for names in _HOMES.values() for name in names]
 __getattr__ = on_use(__name__, _HOMES)

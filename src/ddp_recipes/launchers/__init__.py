@@ -16,15 +16,10 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "AutoLauncher": ".base",
-    "Death": ".reports",
-    "EnvLauncher": ".env",
-    "Launcher": ".base",
-    "LocalLauncher": ".local",
-    "Outcome": ".reports",
-    "RankReport": ".reports",
-    "Resources": ".base",
-    "decide": ".reports",
+    ".base": ["AutoLauncher", "Launcher", "Resources"],
+    ".env": ["EnvLauncher"],
+    ".local": ["LocalLauncher"],
+    ".reports": ["Death", "Outcome", "RankReport", "decide"],
 }
-__all__ = [*_HOMES]
+__all__ = [name for names in _HOMES.values() for name in names]
 __getattr__ = on_use(__name__, _HOMES, found=True)

@@ -10,11 +10,9 @@ if TYPE_CHECKING:
     from ddp_recipes.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
 
 _HOMES = {
-    "CSVLogger": ".csv",
-    "Logger": ".base",
-    "Loggers": ".base",
-    "TensorBoardLogger": ".tensorboard",
-    "folder_name": ".base",
+    ".base": ["Logger", "Loggers", "folder_name"],
+    ".csv": ["CSVLogger"],
+    ".tensorboard": ["TensorBoardLogger"],
 }
-__all__ = [*_HOMES]
+__all__ = [name for names in _HOMES.values() for name in names]
 __getattr__ = on_use(__name__, _HOMES, found=True)

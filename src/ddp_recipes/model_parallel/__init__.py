@@ -11,12 +11,10 @@ if TYPE_CHECKING:
     from ddp_recipes.model_parallel.split import apart as apart, split_model as split_model
 
 _HOMES = {
-    "DryRun": ".dry_run",
-    "Stage": "ddp_recipes.config.parallelism",
-    "apart": ".split",
-    "in_micro_batches": ".micro_batches",
-    "split_model": ".split",
-    "timed": ".dry_run",
+    ".dry_run": ["DryRun", "timed"],
+    ".micro_batches": ["in_micro_batches"],
+    ".split": ["apart", "split_model"],
+    "ddp_recipes.config.parallelism": ["Stage"],
 }
-__all__ = [*_HOMES]
+__all__ = [name for names in _HOMES.values() for name in names]
 __getattr__ = on_use(__name__, _HOMES)

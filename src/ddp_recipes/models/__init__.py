@@ -15,15 +15,9 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "GPT": ".gpt",
-    "MLP": ".basic",
-    "Linear": ".basic",
-    "ResNet50MP": ".resnet",
-    "Toy": ".basic",
-    "ToyMP": ".basic",
-    "resnet18": ".resnet",
-    "resnet50": ".resnet",
-    "resnet50_mp": ".resnet",
+    ".basic": ["Linear", "MLP", "Toy", "ToyMP"],
+    ".gpt": ["GPT"],
+    ".resnet": ["ResNet50MP", "resnet18", "resnet50", "resnet50_mp"],
 }
-__all__ = [*_HOMES]
+__all__ = [name for names in _HOMES.values() for name in names]
 __getattr__ = on_use(__name__, _HOMES)

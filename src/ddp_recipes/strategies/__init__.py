@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 ONE_PROCESS = ("single", "dp")  # options whose runs have one process, for a guess before the config is composed
 
 _HOMES = {
-    "DDP": ".ddp.strategy",
-    "DDPSettings": ".ddp.settings",
-    "Single": ".single.strategy",
-    "SingleSettings": ".single.settings",
-    "Strategy": ".base",
+    ".base": ["Strategy"],
+    ".ddp.settings": ["DDPSettings"],
+    ".ddp.strategy": ["DDP"],
+    ".single.settings": ["SingleSettings"],
+    ".single.strategy": ["Single"],
 }
-__all__ = [*_HOMES]
+__all__ = [name for names in _HOMES.values() for name in names]
 __getattr__ = on_use(__name__, _HOMES, found=True)

@@ -14,12 +14,10 @@ if TYPE_CHECKING:
     from ddp_recipes.streams.packing import LengthBuckets as LengthBuckets, Packed as Packed
 
 _HOMES = {
-    "LengthBuckets": ".packing",
-    "Mixed": ".mixture",
-    "Mixture": ".mixture",
-    "Packed": ".packing",
-    "Stream": ".dataset",
-    "Windowed": ".order",
+    ".dataset": ["Stream"],
+    ".mixture": ["Mixed", "Mixture"],
+    ".order": ["Windowed"],
+    ".packing": ["LengthBuckets", "Packed"],
 }
-__all__ = [*_HOMES]
+__all__ = [name for names in _HOMES.values() for name in names]
 __getattr__ = on_use(__name__, _HOMES)

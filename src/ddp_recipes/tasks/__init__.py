@@ -18,16 +18,10 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "Accuracy": ".metrics",
-    "LanguageModelingTask": ".language_modeling",
-    "MeanAbsoluteError": ".metrics",
-    "ModelLossTask": ".model_loss",
-    "OwnOptimizers": ".task",
-    "RunContext": ".task",
-    "Schedule": ".task",
-    "StepOutput": ".task",
-    "Surroundings": ".task",
-    "Task": ".task",
+    ".language_modeling": ["LanguageModelingTask"],
+    ".metrics": ["Accuracy", "MeanAbsoluteError"],
+    ".model_loss": ["ModelLossTask"],
+    ".task": ["OwnOptimizers", "RunContext", "Schedule", "StepOutput", "Surroundings", "Task"],
 }
-__all__ = [*_HOMES]
+__all__ = [name for names in _HOMES.values() for name in names]
 __getattr__ = on_use(__name__, _HOMES)

@@ -9,4 +9,4 @@ if TYPE_CHECKING:
     from ddp_recipes.strategies.ddp_exact.strategy import DDPExact as DDPExact
 
 __all__ = ["DDPExact", "DDPExactSettings"]
-__getattr__ = on_use(__name__, {"DDPExact": ".strategy", "DDPExactSettings": ".settings"})
+__getattr__ = on_use(__name__, {".strategy": ["DDPExact"], ".settings": ["DDPExactSettings"]})

@@ -9,4 +9,4 @@ if TYPE_CHECKING:
     from ddp_recipes.strategies.ddp_pipeline.strategy import DDPPipeline as DDPPipeline
 
 __all__ = ["DDPPipeline", "DDPPipelineSettings"]
-__getattr__ = on_use(__name__, {"DDPPipeline": ".strategy", "DDPPipelineSettings": ".settings"})
+__getattr__ = on_use(__name__, {".strategy": ["DDPPipeline"], ".settings": ["DDPPipelineSettings"]})

@@ -9,4 +9,4 @@ if TYPE_CHECKING:
     from ddp_recipes.strategies.dp.strategy import DataParallel as DataParallel
 
 __all__ = ["DataParallel", "DataParallelSettings"]
-__getattr__ = on_use(__name__, {"DataParallel": ".strategy", "DataParallelSettings": ".settings"})
+__getattr__ = on_use(__name__, {".strategy": ["DataParallel"], ".settings": ["DataParallelSettings"]})

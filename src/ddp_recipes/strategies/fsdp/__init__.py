@@ -9,4 +9,4 @@ if TYPE_CHECKING:
     from ddp_recipes.strategies.fsdp.strategy import FSDP as FSDP
 
 __all__ = ["FSDP", "FSDPSettings"]
-__getattr__ = on_use(__name__, {"FSDP": ".strategy", "FSDPSettings": ".settings"})
+__getattr__ = on_use(__name__, {".strategy": ["FSDP"], ".settings": ["FSDPSettings"]})

@@ -9,4 +9,4 @@ if TYPE_CHECKING:
     from ddp_recipes.strategies.parameter_server.strategy import ParameterServer as ParameterServer
 
 __all__ = ["ParameterServer", "ParameterServerSettings"]
-__getattr__ = on_use(__name__, {"ParameterServer": ".strategy", "ParameterServerSettings": ".settings"})
+__getattr__ = on_use(__name__, {".strategy": ["ParameterServer"], ".settings": ["ParameterServerSettings"]})
