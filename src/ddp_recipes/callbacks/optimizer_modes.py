@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -11,24 +11,17 @@ from ddp_recipes.callbacks.ema import Evaluated
 __all__ = ["OptimizerModes"]
 
 
-class OfTwoModes(Protocol):
-    """An optimizer whose steps need weights that are not those to evaluate."""
-
-    def train(self) -> Any:
-        """Put the weights in the model that steps need."""
-
-    def eval(self) -> Any:
-        """Put those in the model that it is to be evaluated with."""
-
-
 class OptimizerModes(Evaluated):
     """Train in an optimizer's one mode; validate, save and end in its other one.
 
     Schedule-free optimizers want it so (Defazio et al., "The Road Less Scheduled", 2024; the package ``schedulefree``).
     A run whose config names one has this by itself.
+
+    Args:
+        optimizers: ``train()`` puts the weights in the model that their steps need, ``eval()`` those to evaluate.
     """
 
-    def __init__(self, optimizers: Sequence[OfTwoModes]) -> None:
+    def __init__(self, optimizers: Sequence[Any]) -> None:
         super().__init__()
         self.optimizers = optimizers
 

@@ -36,7 +36,7 @@ def index(arguments: Sequence[str]) -> None:
     parser.add_argument("--batch", type=int, default=256, help="samples of a global batch, for the table")
     given = parser.parse_intermixed_args(arguments)
     cache, _ = cache_of({"folder": given.cache}, by_name(given.options))
-    made = make(local_path(given.path).rstrip("/"), cache, max(1, given.workers), Shown("shards"))
+    made = make(local_path(given.path).rstrip("/"), cache, max(1, given.workers), show)
     print(facts(made))
     for line in windows(made, given.batch):
         print(f"  {line}")
@@ -84,7 +84,7 @@ def pack(arguments: Sequence[str]) -> None:
     packing = Packing(
         given.source, tuple(given.arguments), Path(given.dest), round(given.shard_mb * 1e6), given.shuffle
     )
-    made = packing.run(max(1, given.workers), Shown("shards"))
+    made = packing.run(max(1, given.workers), show)
     print(facts(made))
     if names := made.more.get(IN_ORDER_OF):
         print(
@@ -100,12 +100,7 @@ def facts(index: Index) -> str:
     return f"{index.root}: {sum(index.rows):,} rows in {len(index.shards):,} shard(s), {size:,.3g} MB{columns}"
 
 
-class Shown:
-    """Shows how many of something are done, where somebody looks."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-    def __call__(self, done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\r{done:,} of {total:,} {self.what}", end="\n" if done == total else "", file=sys.stderr)
+def show(done: int, total: int) -> None:
+    """Show how many shards are done, where somebody looks."""
+    if sys.stderr.isatty():
+        print(f"\r{done:,} of {total:,} shards", end="\n" if done == total else "", file=sys.stderr)

@@ -22,10 +22,10 @@ from ddp_recipes.errors import RequestError, not_one_of
 from ddp_recipes.streams.cache import Cache, sha256
 from ddp_recipes.streams.columns import Groups
 from ddp_recipes.streams.decoding import Decoder
-from ddp_recipes.streams.formats import Formats
+from ddp_recipes.streams.formats import format_of, opened
 from ddp_recipes.streams.index import IN_ORDER_OF, Shard, is_remote, joined, load, other_columns
 from ddp_recipes.streams.order import Windowed, cost, files_of_windows, held_bytes, quality
-from ddp_recipes.streams.reader import BadRow, BadShard, Part, alike, span
+from ddp_recipes.streams.reader import BadRow, BadShard, Part, Reader, alike, span
 from ddp_recipes.streams.records import Records
 
 log = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ class _Process:
 
     def __init__(self, groups: Groups, most: int, limit: int) -> None:
         self.pid, self.groups, self.most, self.limit = os.getpid(), groups, most, limit
-        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._open: OrderedDict[int, Reader] = OrderedDict()
         self._closed: OrderedDict[int, Records] = OrderedDict()
         self._kept = 0  # bytes of those
         self._fetching: set[int] = set()
@@ -258,14 +258,13 @@ class _Process:
         else:
             self._open.move_to_end(shard)
         try:
-            found: Part = reader.part(row)
+            return reader.part(row)
         except BadShard as error:
             raise _named(error, shard, stream) from error
-        return found
 
-    def _opened(self, shard: int, stream: Stream) -> Any:
+    def _opened(self, shard: int, stream: Stream) -> Reader:
         entry, columns = stream.index.shards[shard], stream.index.columns
-        suffix = Formats.of(entry.name)
+        suffix = format_of(entry.name)
         assert suffix is not None
         self._fetch_ahead(shard, stream)
         try:
@@ -287,15 +286,15 @@ class _Process:
             self._close(*self._open.popitem(last=False))
         return reader
 
-    def _reader(self, shard: int, suffix: str, stream: Stream) -> Any:
+    def _reader(self, shard: int, suffix: str, stream: Stream) -> Reader:
         file = stream.file_of(shard)
         if (known := self._closed.get(shard)) is None:
-            return Formats.open(file, suffix, self.groups, stream.decoder.columns)
+            return opened(file, suffix, self.groups, stream.decoder.columns)
         known.open(file)
         self._kept -= known.offsets.nbytes
         return self._closed.pop(shard)
 
-    def _close(self, shard: int, reader: Any) -> None:
+    def _close(self, shard: int, reader: Reader) -> None:
         reader.close()
         if isinstance(reader, Records):
             self._closed[shard] = reader

@@ -3,58 +3,55 @@
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from ddp_recipes.errors import not_one_of
 from ddp_recipes.streams.columns import Arrow, Groups, Parquet
 from ddp_recipes.streams.csv_table import Csv
 from ddp_recipes.streams.json_lines import JsonLines
-from ddp_recipes.streams.reader import BadShard, needed
+from ddp_recipes.streams.reader import BadShard, Reader, needed
 from ddp_recipes.streams.records import Records, Tar, Text
 
 COMPRESSIONS = (".gz", ".zst")
 
 
-class Formats:
-    """Formats by the suffixes of their files."""
+RECORDS: dict[str, type[Records]] = {
+    ".jsonl": JsonLines,
+    ".ndjson": JsonLines,
+    ".csv": Csv,
+    ".txt": Text,
+    ".tar": Tar,
+}
+SUFFIXES = (".parquet", ".arrow", *RECORDS)
 
-    RECORDS: ClassVar[dict[str, type[Records]]] = {
-        ".jsonl": JsonLines,
-        ".ndjson": JsonLines,
-        ".csv": Csv,
-        ".txt": Text,
-        ".tar": Tar,
-    }
-    NAMES = (".parquet", ".arrow", *RECORDS)
 
-    @classmethod
-    def of(cls, name: str) -> str | None:
-        """Return the suffix that says a file's format, without that of its compression; None for any other file.
+def format_of(name: str) -> str | None:
+    """Return the suffix that says a file's format, without that of its compression; None for any other file.
 
-        After it there may be what a signed address has: ``a.parquet?Signature=…``.
-        """
-        for each in (name, name.partition("?")[0]):
-            stem, suffix = os.path.splitext(each)
-            suffix = (os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix).lower()
-            if suffix in cls.NAMES:
-                return suffix
-        return None
+    After it there may be what a signed address has: ``a.parquet?Signature=…``.
+    """
+    for each in (name, name.partition("?")[0]):
+        stem, suffix = os.path.splitext(each)
+        suffix = (os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix).lower()
+        if suffix in SUFFIXES:
+            return suffix
+    return None
 
-    @classmethod
-    def open(cls, path: Path, suffix: str, groups: Groups, only: Sequence[str] | None = None) -> Any:
-        """Return the reader of a file that is not compressed.
 
-        Raises:
-            BadShard: it is not of that format.
-            RequestError: there is no such format, or its library is missing.
-        """
-        if suffix == ".parquet":
-            return Parquet(path, groups, only)
-        if suffix == ".arrow":
-            return Arrow(path, only)
-        if suffix not in cls.RECORDS:
-            raise not_one_of("the suffix of a shard", suffix, cls.NAMES)
-        return cls.RECORDS[suffix](path)
+def opened(path: Path, suffix: str, groups: Groups, only: Sequence[str] | None = None) -> Reader:
+    """Return the reader of a file that is not compressed.
+
+    Raises:
+        BadShard: it is not of that format.
+        RequestError: there is no such format, or its library is missing.
+    """
+    if suffix == ".parquet":
+        return Parquet(path, groups, only)
+    if suffix == ".arrow":
+        return Arrow(path, only)
+    if suffix not in RECORDS:
+        raise not_one_of("the suffix of a shard", suffix, SUFFIXES)
+    return RECORDS[suffix](path)
 
 
 def decompressed(source: Any, suffix: str) -> Iterator[bytes]:
@@ -67,17 +64,15 @@ def decompressed(source: Any, suffix: str) -> Iterator[bytes]:
     import zlib
 
     if suffix == ".gz":
-        try:
-            with gzip.GzipFile(fileobj=source, mode="rb") as file:
-                while chunk := file.read(1 << 20):
-                    yield chunk
-        except (OSError, EOFError, zlib.error) as error:
-            raise BadShard(f"it cannot be decompressed: {error}") from error
-        return
-    zstandard = needed("zstandard")
+        reader: Any = gzip.GzipFile(fileobj=source, mode="rb")
+        damaged: Any = (OSError, EOFError, zlib.error)
+    else:
+        zstandard = needed("zstandard")
+        reader = zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True)
+        damaged = zstandard.ZstdError
     try:
-        with zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True) as file:
-            while chunk := file.read(1 << 20):
+        with reader:
+            while chunk := reader.read(1 << 20):
                 yield chunk
-    except zstandard.ZstdError as error:
+    except damaged as error:
         raise BadShard(f"it cannot be decompressed: {error}") from error

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from itertools import takewhile
@@ -14,7 +15,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache, sha256, without_query
 from ddp_recipes.streams.columns import Groups
-from ddp_recipes.streams.formats import COMPRESSIONS, Formats
+from ddp_recipes.streams.formats import COMPRESSIONS, RECORDS, SUFFIXES, format_of, opened
 from ddp_recipes.streams.reader import BadShard
 from ddp_recipes.streams.records import Records
 
@@ -163,7 +164,7 @@ def located(path: str) -> tuple[str, Chosen]:
     paths = [each.split("/") for each in expanded(bare)]
     alike = takewhile(lambda parts: len({*parts}) == 1 and not is_pattern(parts[0]), zip(*paths, strict=False))
     first = min(sum(1 for _ in alike), *(len(parts) - 1 for parts in paths))
-    if len(paths) == 1 and Formats.of(paths[0][-1]) is None and first == len(paths[0]) - 1 and not is_pattern(bare):
+    if len(paths) == 1 and format_of(paths[0][-1]) is None and first == len(paths[0]) - 1 and not is_pattern(bare):
         return path, ALL
     names = ["/".join(parts[first:]) for parts in paths]
     patterns = tuple(filter(is_pattern, names))
@@ -235,7 +236,7 @@ def listed(root: str, cache: Cache, chosen: Chosen = ALL) -> dict[str, int]:
                 )
             sizes[name] = file.stat().st_size
     hidden = {name for name in sizes if any(part.startswith(".") for part in name.split("/"))}
-    return {name: sizes[name] for name in sorted({*sizes} - hidden) if Formats.of(name) and name in chosen}
+    return {name: sizes[name] for name in sorted({*sizes} - hidden) if format_of(name) and name in chosen}
 
 
 def _files(folder: str, within: str) -> Iterator[tuple[str, int]]:
@@ -276,10 +277,8 @@ def made_on_the_fly(root: str, sizes: Mapping[str, int], path: str, cache: Cache
         RequestError: it is not small, or there is no shard.
     """
     if not sizes:
-        raise RequestError(
-            f"data.path={path} has no shard. Allowed are files {', '.join(Formats.NAMES)}, also .gz, .zst."
-        )
-    footers = all(Formats.of(name) == ".parquet" and not is_remote(root) for name in sizes)
+        raise RequestError(f"data.path={path} has no shard. Allowed are files {', '.join(SUFFIXES)}, also .gz, .zst.")
+    footers = all(format_of(name) == ".parquet" and not is_remote(root) for name in sizes)
     if (total := sum(sizes.values())) > SMALL and not footers:
         raise RequestError(
             f"data.path={path} has {total:,} bytes in {len(sizes):,} shards and no index, which takes to read all of "
@@ -297,14 +296,16 @@ def make(root: str, cache: Cache, workers: int, show: Callable[[int, int], None]
     Raises:
         RequestError: a shard cannot be read, has other columns, or the index cannot be written.
     """
-    sizes, old = listed(root, cache), indexed_or_none(root, cache)
-    if not sizes:
-        raise RequestError(f"{root} has no shard. Allowed are files {', '.join(Formats.NAMES)}, also .gz and .zst.")
+    if not (sizes := listed(root, cache)):
+        raise RequestError(f"{root} has no shard. Allowed are files {', '.join(SUFFIXES)}, also .gz and .zst.")
     found: dict[str, tuple[Shard, Columns]] = {}
     for number, (at, part) in enumerate(in_parallel(described, [(root, name, cache) for name in sizes], workers), 1):
         found[[*sizes][at]] = part
         show(number, len(sizes))
-    index = assembled(root, (found[name] for name in sizes), {} if old is None else old.more)
+    more: Mapping[str, Any] = {}
+    with suppress(RequestError):  # an index that is none is written anew
+        more = old.more if (old := indexed(root, cache)) is not None else {}
+    index = assembled(root, (found[name] for name in sizes), more)
     write(index, cache)
     return index
 
@@ -321,13 +322,6 @@ def in_parallel(work: Callable[..., T], arguments: Sequence[tuple[Any, ...]], wo
         jobs = {pool.submit(work, *given): number for number, given in enumerate(arguments)}
         for job in as_completed(jobs):
             yield jobs[job], job.result()
-
-
-def indexed_or_none(root: str, cache: Cache) -> Index | None:
-    try:
-        return indexed(root, cache)
-    except RequestError:
-        return None
 
 
 def write(index: Index, cache: Cache) -> None:
@@ -351,12 +345,12 @@ def described(root: str, name: str, cache: Cache, checksum: bool = True) -> tupl
     Raises:
         RequestError: it cannot be read.
     """
-    suffix, path = Formats.of(name), joined(root, name)
+    suffix, path = format_of(name), joined(root, name)
     assert suffix is not None
     try:
         stored = cache.stored(path, None)
         status = os.stat(stored)
-        reader = Formats.open(cache.plain(stored, path), suffix, Groups(0))
+        reader = opened(cache.plain(stored, path), suffix, Groups(0))
         try:
             groups, memory = getattr(reader, "in_memory", (0, 0))
             shard = Shard(
@@ -385,7 +379,7 @@ def assembled(root: str, parts: Iterator[tuple[Shard, Columns]], more: Mapping[s
     columns: Columns = {}
     for shard, own in parts:
         if shards:
-            kinds = {Formats.RECORDS.get(Formats.of(each.name) or "", Records) for each in (shards[0], shard)}
+            kinds = {RECORDS.get(format_of(each.name) or "", Records) for each in (shards[0], shard)}
             together = (kinds.pop() if len(kinds) == 1 else Records).together(columns, own)
             if together is None:
                 raise RequestError(other_columns(joined(root, shard.name), own, columns, joined(root, shards[0].name)))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from ddp_recipes.data.loader import size_of
 from ddp_recipes.data.order import BatchPlan, Indices, Order, order_of, permute
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.seeding import key
+from ddp_recipes.streams.reader import span
 
 _LONGEST = 1 << 40  # places of a block
 
@@ -98,6 +99,7 @@ class Mixture(Dataset[Any]):
         require("data.block", block, Count)
         self.names, self.sources = [*sources], [*sources.values()]
         self._sizes = [size_of(source) for source in self.sources]
+        self._ends = [*accumulate(self._sizes)]
         given = dict(zip(self.names, self._sizes, strict=True)) if not weights else dict(weights)
         fits = all(0 < weight < math.inf for weight in given.values())
         if not sources or given.keys() != {*self.names} or not fits:
@@ -118,10 +120,6 @@ class Mixture(Dataset[Any]):
     def __len__(self) -> int:
         return sum(self._sizes)
 
-    @cached_property
-    def _ends(self) -> Indices:
-        return np.cumsum(self._sizes)
-
     def sample_order(self, seed: int, shuffle: bool) -> Order:
         """Return the order of the mixture; sets that bring an order of their own keep it."""
         orders = tuple(order_of(source, key(seed, number), shuffle) for number, source in enumerate(self.sources))
@@ -130,11 +128,11 @@ class Mixture(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         epoch, index = divmod(index, len(self))
-        number = int(np.searchsorted(self._ends, index, side="right"))
+        number, first, _ = span(self._ends, index)
         source = self.sources[number]
         if callable(tell := getattr(source, "set_epoch", None)):
             tell(epoch)
-        return source[index - (int(self._ends[number - 1]) if number else 0)]
+        return source[index - first]
 
     def plan_rows(self, plan: BatchPlan) -> list[tuple[str, str]]:
         """Return what a dry run says of the mixture: how often each set is gone through in an epoch."""

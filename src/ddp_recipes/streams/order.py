@@ -4,13 +4,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddp_recipes.data.order import BatchPlan, Indices, Order, permute
 from ddp_recipes.runtime.seeding import key
+from ddp_recipes.streams.index import Shard
 
 _SHARDS, _ROWS = 0, 1  # what a key is for
 
@@ -173,18 +174,7 @@ class Cost(NamedTuple):
         )
 
 
-class Sized(Protocol):
-    """A shard, as an index describes it: its rows are read in ``groups`` that take ``memory`` bytes together."""
-
-    @property
-    def rows(self) -> int: ...
-    @property
-    def groups(self) -> int: ...
-    @property
-    def memory(self) -> int: ...
-
-
-def memory_of_windows(order: Windowed, shards: Sequence[Sized]) -> int:
+def memory_of_windows(order: Windowed, shards: Sequence[Shard]) -> int:
     """Return the bytes of row groups that the windows of all lanes lie in; 0 where rows are read one by one."""
     groups = sum(shard.groups for shard in shards)
     if not groups:
@@ -199,7 +189,7 @@ def files_of_windows(order: Windowed) -> int:
     return min(order.lanes * (1 + -(-order.rows_of_a_window // max(1, round(mean)))), len(order.rows))
 
 
-def held_bytes(order: Windowed, shards: Sequence[Sized], limit: int) -> int:
+def held_bytes(order: Windowed, shards: Sequence[Shard], limit: int) -> int:
     """Return the bytes of row groups that a process keeps: no more than of a window that ends and of the next.
 
     Memory that is used again is there already, while new memory has to be had page by page.
@@ -208,7 +198,7 @@ def held_bytes(order: Windowed, shards: Sequence[Sized], limit: int) -> int:
     return min(limit, 2 * needed) if needed else limit
 
 
-def cost(order: Windowed, shards: Sequence[Sized], plan: BatchPlan, limit: int) -> Cost:
+def cost(order: Windowed, shards: Sequence[Shard], plan: BatchPlan, limit: int) -> Cost:
     """Return what an order takes of a process that reads one shard of each batch, computed for the first batches.
 
     Args:
@@ -224,7 +214,7 @@ def cost(order: Windowed, shards: Sequence[Sized], plan: BatchPlan, limit: int) 
     return Cost(memory, limit, files, read / once)
 
 
-def _read(order: Windowed, shards: Sequence[Sized], plan: BatchPlan, limit: int, shard: int) -> int:
+def _read(order: Windowed, shards: Sequence[Shard], plan: BatchPlan, limit: int, shard: int) -> int:
     """Return the bytes of row groups that one reader reads for the first places of an epoch."""
     batches = range(min(plan.num_batches, -(-_LOOKED_AT // plan.global_batch_size)))
     samples = np.concatenate([plan.indices(0, batch, shard).numpy() for batch in batches])

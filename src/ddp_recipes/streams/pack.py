@@ -24,7 +24,7 @@ from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache
 from ddp_recipes.streams.csv_table import TYPES
 from ddp_recipes.streams.decoding import Decoder, as_tensor
-from ddp_recipes.streams.formats import Formats
+from ddp_recipes.streams.formats import format_of
 from ddp_recipes.streams.index import IN_ORDER_OF, NAME, Columns, Index, Shard, assembled, described, in_parallel, write
 from ddp_recipes.streams.reader import Row, needed
 
@@ -181,11 +181,11 @@ def _of_path(path: Path) -> Any:
         raise RequestError(f"{path} holds several sets of Hugging Face's. Pack each by itself: {several}.")
     if path.is_dir():
         return _Images(path)
-    if Formats.of(path.name) not in (None, ".tar"):
+    if format_of(path.name) not in (None, ".tar"):
         from ddp_recipes.streams.dataset import Stream
 
         stream = Stream(str(path))
-        stream.decoder = _Undecoded(stream.index.columns if Formats.of(path.name) == ".csv" else {})
+        stream.decoder = _Undecoded(stream.index.columns if format_of(path.name) == ".csv" else {})
         return _Made(stream)
     raise RequestError(f"{path} cannot be packed. Allowed: a folder of images, .csv, .jsonl, .parquet, .arrow or .txt.")
 
@@ -312,17 +312,11 @@ class _Made:
         _write_table(arrow.Table.from_arrays(columns, schema=schema), file)
 
 
-class _HuggingFace:
+class _HuggingFace(_Made):
     """Rows of a set of Hugging Face's, as parquet files: types and bytes as they lie, images not decoded."""
 
-    suffix, seed = ".parquet", None
-    more: ClassVar[Mapping[str, Any]] = {}
-
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset.with_format("arrow", columns=dataset.format["columns"])
-
-    def __len__(self) -> int:
-        return len(self.dataset)
+        super().__init__(dataset.with_format("arrow", columns=dataset.format["columns"]))
 
     def row(self, number: int) -> dict[str, Any]:
         """Return a sample by column."""

@@ -1,6 +1,7 @@
 """Sequences of any length: packed into windows of one length, or in batches of like lengths, in a computed order."""
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ddp_recipes.data.order import Bucketed, Order, Sequential, order_of, permut
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.seeding import key
 from ddp_recipes.streams.order import Windowed
+from ddp_recipes.streams.reader import span
 
 IGNORED = -100  # a target that does not count
 
@@ -61,12 +63,12 @@ class Packed(Dataset[Any]):
         self.lengths = lengths_of(dataset, lengths)
         tokens = np.add.reduceat(self.lengths, np.arange(0, len(self.lengths), group))
         self.windows = tuple((-(-tokens // length)).tolist())  # of each group
-        self._ends = np.cumsum(self.windows)
+        self._ends: list[int] = [*accumulate(self.windows)]
         self._seed: int | None = None
         self._epoch = 0
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return self._ends[-1]
 
     def sample_order(self, seed: int, shuffle: bool) -> Order:
         """Return the order of windows, by groups and windows of them, or one after the other."""
@@ -78,8 +80,8 @@ class Packed(Dataset[Any]):
         self._epoch = epoch
 
     def __getitem__(self, index: int) -> Any:
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        begin = (index - (int(self._ends[number - 1]) if number else 0)) * self.length
+        number, before, _ = span(self._ends, index)
+        begin = (index - before) * self.length
         documents = self._documents(number)
         ends = np.cumsum(self.lengths[documents])
         tokens = torch.zeros(self.length, dtype=torch.int64)

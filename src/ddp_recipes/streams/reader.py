@@ -61,7 +61,8 @@ def alike(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 class Reader(Protocol):
     """An open shard; ``columns`` are names and types of its columns, as far as the file has them."""
 
-    columns: Mapping[str, str]
+    @property
+    def columns(self) -> Mapping[str, str]: ...
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -74,3 +75,5 @@ class Reader(Protocol):
             BadShard: they cannot be read.
         """
         ...
+
+    def close(self) -> None: ...
