@@ -1,7 +1,7 @@
 """torch's DistributedDataParallel."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -77,12 +77,14 @@ class DDP(Whole, Group):
         options.setdefault("init_sync", False)  # all have made the same weights, as they have agreed, or loaded them
         for each in task.modules():
             if isinstance(each, _SPARSE) and each.sparse:
-                each.weight.register_hook(_own_values)  # type: ignore[no-untyped-call]
+                # Values in memory of their own: they may be those of the gradient that goes on to layers before it,
+                # and torch divides them by the number of ranks.
+                each.weight.register_hook(Tensor.clone)  # type: ignore[no-untyped-call]
         self._norms = [] if self._sends else [task.get_submodule(name) for name in batch_norms(task)]
         module = DistributedDataParallel(task, device_ids=None, **options)
         _settle_buckets(module, task)
         if self.settings.comm_hook is not None:
-            _COMM_HOOKS[self.settings.comm_hook](module)
+            _shorten(module, self.settings.comm_hook)
         elif self.settings.shared_memory and devices[0].type == "cpu":
             self._shared = join(self.world, self.timeout_s)
         self.shares_memory = self._shared is not None
@@ -139,9 +141,7 @@ class DDP(Whole, Group):
             views = torch.split(bucket, [parameter.numel() for parameter in alike])
             places |= {each: view.view(each.shape) for each, view in zip(alike, views, strict=True)}
             held.append(bucket)
-        sent = {"fp16": 2, "bf16": 2}.get(
-            self.settings.comm_hook or ""
-        )  # bytes of a number; PowerSGD begins with all of them
+        sent = 2 if self.settings.rounds_gradients else None  # bytes of a number; PowerSGD begins with all of them
         all_, sends_buffers = range(world.world_size), self._sends_buffers(task)
         every: Literal["batch", "step"] = "batch" if self.options.get("static_graph") else "step"  # see accumulate
         return Exchange(
@@ -217,35 +217,17 @@ def _settle_buckets(module: DistributedDataParallel, task: Task) -> None:
     module.zero_grad()
 
 
-def _own_values(gradient: Tensor) -> Tensor:
-    """Return a sparse gradient whose values are in memory of their own.
+def _shorten(module: DistributedDataParallel, hook: str) -> None:
+    """Have gradients be sent as ``strategy.comm_hook`` says."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    They may be those of the gradient that goes on to layers before it, and torch divides them by the number of ranks.
-    """
-    return gradient.clone()
-
-
-def _hook(name: str) -> Callable[[DistributedDataParallel], None]:
-    def register(module: DistributedDataParallel) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        module.register_comm_hook(None, getattr(default_hooks, name))
-
-    return register
-
-
-def _powersgd(module: DistributedDataParallel) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-
-    module.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    if hook == "powersgd":
+        module.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    else:
+        module.register_comm_hook(None, getattr(default_hooks, f"{hook}_compress_hook"))
 
 
 _OPTIONS = sorted(inspect.signature(DistributedDataParallel).parameters.keys() - {"module", "device_ids"})
 _SPARSE = (nn.Embedding, nn.EmbeddingBag)
 # Since torch 2.15, and before.
 _SEND_BUFFERS = [name for name in ("forward_sync_buffers", "broadcast_buffers") if name in _OPTIONS]
-_COMM_HOOKS: dict[str, Callable[[DistributedDataParallel], None]] = {
-    "fp16": _hook("fp16_compress_hook"),
-    "bf16": _hook("bf16_compress_hook"),
-    "powersgd": _powersgd,
-}

@@ -23,9 +23,6 @@ class DataParallel(Single):
 
     Settings = DataParallelSettings
 
-    def __init__(self, settings: DataParallelSettings) -> None:
-        super().__init__(settings)
-
     def replicas(self, device_type: str) -> int:
         """Every visible GPU, or one on CPU."""
         return 1 if device_type == HOST else max(1, torch.accelerator.device_count())

@@ -64,14 +64,11 @@ class FSDPSettings(FixedShardsSettings):
 
     def check(self, request: "Request") -> None:
         """Refuse other ways to cut a model or a batch, and a loss that is scaled."""
-        for key, value, without in (
-            ("model.num_devices", request.model.num_devices, 1),
-            ("model.micro_batches", request.model.micro_batches, 1),
-        ):
-            if value not in (without, None):
+        for key in ("num_devices", "micro_batches"):
+            if (value := getattr(request.model, key)) > 1:
                 raise RequestError(
-                    f"{key}={value} does not go with strategy=fsdp, whose ranks hold the model together. Leave it "
-                    f"out, or choose strategy=ddp."
+                    f"model.{key}={value} does not go with strategy=fsdp, whose ranks hold the model together. Leave "
+                    f"it out, or choose strategy=ddp."
                 )
         if self.param_dtype is not None and request.run.check is not None and request.run.check_tolerance is None:
             raise RequestError(

@@ -56,11 +56,9 @@ class ParameterServerSettings(StrategySettings):
         workers = world.world_size - self.servers
         if world.rank < self.servers:
             return BatchShards.none(workers)
-        return (
-            BatchShards(0, workers, workers)
-            if self.asynchronous
-            else BatchShards(world.rank - self.servers, 1, workers)
-        )
+        if self.asynchronous:
+            return BatchShards(0, workers, workers)
+        return BatchShards(world.rank - self.servers, 1, workers)
 
     def evaluation_shards(self, world: World) -> BatchShards:
         """Deal them to all ranks, or to those alone that the run does not outlive."""
