@@ -182,8 +182,7 @@ def for_sweep(hydra: Hydra, config_name: str, overrides: Sequence[str]) -> DictC
     Raises:
         RequestError: as in :func:`compose`.
     """
-    with translated(hydra, config_name, overrides):
-        return compose(hydra, config_name, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
+    return compose(hydra, config_name, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
 
 
 def multirun(hydra: Hydra, config_name: str, overrides: Sequence[str], directory: str, task: Task) -> None:
@@ -192,7 +191,7 @@ def multirun(hydra: Hydra, config_name: str, overrides: Sequence[str], directory
     Raises:
         RequestError: as in :func:`compose`.
     """
-    config = compose(hydra, config_name, [*overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
+    config = for_sweep(hydra, config_name, overrides)
     own = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(directory)}"]
     for key, value, why in _followed(config):
         if not any(f"{key}=" in one for one in overrides):
