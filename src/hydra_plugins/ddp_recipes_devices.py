@@ -192,9 +192,9 @@ def _result(job: _Job) -> JobReturn:
 
 def _died(config: DictConfig, process: subprocess.Popen[bytes]) -> JobReturn | BaseException:
     """Write that a job failed whose process exited without a result, print it, and return what comes of it."""
+    from ddp_recipes.controller import SweepStopped
     from ddp_recipes.errors import RunFailed
     from ddp_recipes.launchers.reports import died
-    from ddp_recipes.launchers.sweep_jobs import SweepStopped
     from ddp_recipes.reporting.run_directory import leave_summary
 
     text = died(f"Job {config.hydra.job.num} (process {process.pid})", process.wait())

@@ -131,14 +131,7 @@ def _message(error: Exception, hydra: Hydra, config_name: str, overrides: Sequen
     if isinstance(error, MarkedYAMLError):
         return _of_yaml(error)
     if isinstance(error, OverrideParseException):
-        reason = next(line for line in error.message.splitlines() if not line.startswith("Error parsing"))
-        name, equals, value = map(str.strip, str(error.override).partition("="))
-        if name and equals and f"{name}={value}" != error.override:
-            return f"{error.override}: there are spaces around the equals sign. Write {name}={value}."
-        return (
-            f"{error.override}: Hydra cannot read this override ({reason}). It reads key=value, +key=value, ~key, and "
-            f"-m key=1,2; quote a value with special characters twice: 'key=\"a, b\"'.{_of_word(str(error.override))}"
-        )
+        return _unread(error)
     if is_about_a_choice(error):
         return _wrong_choice(error, hydra, overrides)
     if isinstance(error, MissingConfigException):
@@ -154,6 +147,18 @@ def _message(error: Exception, hydra: Hydra, config_name: str, overrides: Sequen
         return f"{what}: {str(error.__cause__).splitlines()[0]}."
     key = error.full_key if isinstance(error, OmegaConfBaseException) else None
     return f"{f'{key}: ' if key else ''}{' '.join(lines)}"
+
+
+def _unread(error: OverrideParseException) -> str:
+    given = str(error.override)
+    name, equals, value = map(str.strip, given.partition("="))
+    if name and equals and f"{name}={value}" != given:
+        return f"{given}: there are spaces around the equals sign. Write {name}={value}."
+    reason = next(line for line in error.message.splitlines() if not line.startswith("Error parsing"))
+    return (
+        f"{given}: Hydra cannot read this override ({reason}). It reads key=value, +key=value, ~key, and -m key=1,2; "
+        f"quote a value with special characters twice: 'key=\"a, b\"'.{_of_word(given)}"
+    )
 
 
 def _of_yaml(error: MarkedYAMLError) -> str:
