@@ -71,7 +71,7 @@ CHOICES: tuple[tuple[str, ...], ...] = (
         "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau +scheduler.patience=0 +scheduler.factor=0.5",
     ),
     ("", "model.freeze=['*.bias']"),
-    ("", "task.train_metrics=true", "+task.metrics.r2._target_=torchmetrics.R2Score"),
+    ("", "task.train_metrics=true", "+task.metrics.wide._target_=metric_parts.Wide"),
     ("trainer.accumulate_grad_batches=1", "trainer.accumulate_grad_batches=2", GROWING),
     (
         "",

@@ -1,4 +1,4 @@
-"""Metrics of a user: one that keeps all that it saw, and one whose sum takes its form from that."""
+"""Metrics of a user: one that keeps all that it saw, and one whose states take their form from that."""
 
 import torch
 from torch import Tensor
@@ -25,16 +25,19 @@ class Kept(Metric):
 
 
 class Wide(Metric):
-    """The mean squared error, summed in 64 bits, from a sum that begins in 32."""
+    """The largest error, in 64 bits, and of all outputs the share that is within one, counted for each."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("total", default=torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("largest", default=torch.tensor(0.0), dist_reduce_fx="max")
+        self.add_state("near", default=torch.tensor(0), dist_reduce_fx="sum")
         self.add_state("count", default=torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.total = self.total + (outputs - targets).double().square().sum(dim=0)
+        errors = (outputs - targets).double().abs()
+        self.largest = torch.maximum(self.largest, errors.amax(dim=0))
+        self.near = self.near + (errors < 1).sum(dim=0)
         self.count += len(targets)
 
     def compute(self) -> Tensor:
-        return (self.total / self.count).mean()
+        return self.largest.max() + (self.near / self.count).mean()
