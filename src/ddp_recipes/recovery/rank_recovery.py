@@ -263,7 +263,7 @@ def make_memory(recipe: Recipe, run: Run) -> Memory | None:
     if not launcher.max_restarts + launcher.replace_ranks + recipe.world.restarts:
         raise RequestError(
             f"{asked} keeps a state for ranks that are started again, and none would be: set launcher.max_restarts or "
-            f"launcher.replace_ranks, or torchrun --max-restarts."
+            f"launcher.replace_ranks; where torchrun starts them, only torchrun --max-restarts."
         )
     if not _parts(recipe):
         raise RequestError(f"{asked}: with strategy={recipe.request.strategy.name} a rank's state is not all it needs.")

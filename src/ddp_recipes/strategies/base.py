@@ -202,9 +202,9 @@ class Strategy(Protocol):
         if not of_sparse(error):
             return None
         return (
-            f"Something got a sparse tensor that it cannot take, most likely a sparse gradient. strategy=ddp takes "
-            f"those of nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True), strategy={self.settings.name} no "
-            f"other ones: have them dense (sparse=False)."
+            f"With strategy={self.settings.name} something got a sparse tensor that it cannot take, most likely a "
+            f"sparse gradient. Have gradients dense (sparse=False). strategy=ddp takes those of "
+            f"nn.Embedding(sparse=True) and nn.EmbeddingBag(sparse=True), on devices whose operations do."
         )
 
     @abstractmethod

@@ -32,11 +32,10 @@ def chosen(model: nn.Module, wish: bool | str | Sequence[str], key: str) -> list
                 f"{key}: {name} is a {type(block).__name__}, which is never called itself. Name {others}."
             )
     if not names:
-        raise RequestError(
-            f"{key}=true takes the elements of nn.Sequential and nn.ModuleList, and {type(model).__name__} has none "
-            f"with parameters. Name its blocks: "
-            f"{', '.join(name for name, _ in model.named_children()) or 'it has no modules in it'}."
-        )
+        kind, there = type(model).__name__, ", ".join(name for name, _ in model.named_children())
+        lists = f"{key}=true takes the elements of nn.Sequential and nn.ModuleList, and {kind} has none with parameters"
+        why = lists if isinstance(wish, bool) else f"{key}={wish!s} names no block"
+        raise RequestError(f"{why}. Name its blocks: {there or 'it has no modules in it'}.")
     return names
 
 
