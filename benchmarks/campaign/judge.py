@@ -257,7 +257,8 @@ def losses(played: Played) -> Iterator[tuple[int, int]]:
             least = number if least is None else min(least, number)
         elif word == "step":
             if pid != process and process is not None:
-                allowed = 0 if saved else recipe.interval + recipe.under_way
+                # All may have started again, and been stopped before they did a step.
+                allowed = 0 if saved and not again else recipe.interval + recipe.under_way
                 if least is not None:
                     allowed = max(allowed, reached - least)
                 lost = reached - (number - 1)

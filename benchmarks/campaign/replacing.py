@@ -179,16 +179,20 @@ def _ranks_lost(done: Done, played: Played) -> int:
 
 def _may_start_again(done: Done, played: Played) -> bool:
     """Whether nobody may have been left who had the state."""
-    others = [each for each in played.done if each is not done]
-    close = any(abs(each.at - done.at) < 3 or abs(each.step - done.step) <= 2 for each in others)
     return (
         done.fault.kind in ("kill_server", "stop_server")
         or done.fault.place in ("starting", "making", "replacing", "ending")
         or played.copies <= (2 if done.fault.kind == "kill_two" else 1)
         or played.script.may_be_hurt == 1
         or done.step >= STEPS - 1
-        or close
+        or _close_to_another(done, played)
     )
+
+
+def _close_to_another(done: Done, played: Played) -> bool:
+    """Whether another loss was so near that both may have been there at once."""
+    others = [each for each in played.done if each is not done and each.fault.kind != "terminate"]
+    return any(abs(each.at - done.at) < 3 or abs(each.step - done.step) <= 2 for each in others)
 
 
 def may_lose_all(played: Played) -> bool:
@@ -197,7 +201,7 @@ def may_lose_all(played: Played) -> bool:
         done.fault.kind in ("kill_server", "stop_server")
         or done.fault.place in ("starting", "making", "ending")
         or done.step >= STEPS - 1
-        or played.copies <= (2 if done.fault.kind == "kill_two" else 1)
+        or played.copies <= (2 if done.fault.kind == "kill_two" or _close_to_another(done, played) else 1)
         for done in played.done
         if done.fault.kind != "terminate"
     )

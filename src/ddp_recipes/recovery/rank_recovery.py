@@ -163,14 +163,14 @@ class Recovery(RunHooks):
         self.losses = len(regroup.why)
         seconds = now - regroup.since[regroup.reported] if unreported else 0.0
         how = "All started again from memory" if regroup.states else "Replaced"
-        for why in unreported:
-            line = f"{why} {how}, at the cost of {seconds:.1f} s until step {run.cursor.step} was done."
-            if run.world.is_main:
-                log.warning("%s", line)
-            run.logger.text("ranks replaced", line)
+        lines = [f"{why} {how}, at the cost of {seconds:.1f} s until step {run.cursor.step} was done." for why in unreported]
         if run.world.is_main:
+            for line in lines:
+                log.warning("%s", line)
+            self.recipe.control.watcher.reported(len(regroup.why))  # now, or who takes this rank's place says it again
             self._note()
-            self.recipe.control.watcher.reported(len(regroup.why))
+        for line in lines:
+            run.logger.text("ranks replaced", line)
 
     def regroup(self, error: Exception) -> None:
         """Wait for the launcher's word, and go on with the others; raise the error where the run ends.
