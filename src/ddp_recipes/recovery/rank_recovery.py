@@ -163,7 +163,9 @@ class Recovery(RunHooks):
         self.losses = len(regroup.why)
         seconds = now - regroup.since[regroup.reported] if unreported else 0.0
         how = "All started again from memory" if regroup.states else "Replaced"
-        lines = [f"{why} {how}, at the cost of {seconds:.1f} s until step {run.cursor.step} was done." for why in unreported]
+        lines = [
+            f"{why} {how}, at the cost of {seconds:.1f} s until step {run.cursor.step} was done." for why in unreported
+        ]
         if run.world.is_main:
             for line in lines:
                 log.warning("%s", line)
