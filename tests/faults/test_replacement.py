@@ -439,6 +439,20 @@ def test_a_disk_that_is_full_while_a_rank_is_replaced_is_named(folder: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.spawn
+def test_a_signal_while_all_ranks_start_again_leaves_a_run_to_go_on_with(folder: Path) -> None:
+    (folder / "parts.py").write_text(PARTS)
+    held = ["model._target_=parts.HeldIfNew", *disturbed(1, "[5]"), "launcher.replace_ranks=0"]
+    with started(folder, *RECIPE, EXACT, *held, "launcher.max_restarts=1", "trainer.max_epochs=100000") as run:
+        until(lambda: (folder / "held").exists() or run.process.poll() is not None, START_S, "nobody starts again")
+        run.signal(SIGTERM)
+        ended = run.end()
+    assert ended.status == 75, ended.err
+    assert ended.err.splitlines()[-1].startswith("Stopped by SIGTERM before it went on from step 4, where its newest ")
+    assert summary(folder)["status"] == "preempted"
+
+
+@pytest.mark.slow
+@pytest.mark.spawn
 def test_a_rank_that_is_lost_while_the_fork_server_is_stopped_does_not_hold_up_the_run(folder: Path) -> None:
     with started(folder, *ENDLESS, TWO, "launcher.replace_ranks=2", command=COLD) as run:
         until_saved(run, folder / "run")

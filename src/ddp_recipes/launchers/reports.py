@@ -131,9 +131,10 @@ class Outcome:
     known_better: bool = False
 
     def conclude(self, job: Job) -> Summary:
-        """Write a failure into the run directory; return the summary, or raise the error."""
+        """Write what ended a run into its directory; return the summary, or raise the error."""
         if self.line:
-            leave_failure(job.directory, job.overrides, self.line, self.known_better)
+            status = "preempted" if isinstance(self.result, Preempted) else "failed"
+            leave_failure(job.directory, job.overrides, self.line, self.known_better, status)
         if isinstance(self.result, BaseException):
             raise self.result
         return self.result

@@ -223,7 +223,9 @@ def recording(what: str = "A log") -> Iterator[None]:
 
 
 @recording()
-def leave_summary(directory: Path, error: str, overrides: Sequence[str], known_better: bool = False) -> None:
+def leave_summary(
+    directory: Path, error: str, overrides: Sequence[str], known_better: bool = False, status: str = "failed"
+) -> None:
     """Write that a run failed if rank 0 has not: it was the one that died, or the run never began.
 
     Args:
@@ -231,13 +233,15 @@ def leave_summary(directory: Path, error: str, overrides: Sequence[str], known_b
     """
     written = read_summary(directory) or {"overrides": list(overrides)}
     if directory.is_dir() and (known_better or written.get("status", "running") == "running"):
-        write_summary(directory, {**written, "status": "failed", "error": error})
+        write_summary(directory, {**written, "status": status, "error": error})
 
 
-def leave_failure(directory: Path, overrides: Sequence[str], error: str, known_better: bool = False) -> None:
-    """Write that a run failed if it began; one that did not leaves nothing."""
+def leave_failure(
+    directory: Path, overrides: Sequence[str], error: str, known_better: bool = False, status: str = "failed"
+) -> None:
+    """Write that a run failed, or was preempted, if it began; one that did not leaves nothing."""
     if (directory / "config.yaml").exists():
-        leave_summary(directory, error, overrides, known_better)
+        leave_summary(directory, error, overrides, known_better, status)
 
 
 def leave_failure_of_rank_0(directory: Path, overrides: Sequence[str], error: str, known_better: bool = False) -> None:

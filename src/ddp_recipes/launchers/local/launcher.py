@@ -15,7 +15,7 @@ from ddp_recipes.config.parallelism import strategy_settings
 from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import LauncherSettings
 from ddp_recipes.devices import visible
-from ddp_recipes.errors import RunFailed
+from ddp_recipes.errors import Preempted, RunFailed
 from ddp_recipes.launchers import reports
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.launchers.local.ranks import Rank, Starter, incoming
@@ -163,7 +163,19 @@ def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], goes_on: Cal
     deaths = _deaths(ranks, outlives)
     stopped = [rank for rank in stuck if rank.stopped]  # the others have been waiting for these, and were about to fail
     end_with_stacks(job, stuck)
-    return decide(reports, deaths, killed=[rank.number for rank in stopped or stuck], signals=signals)
+    outcome = decide(reports, deaths, killed=[rank.number for rank in stopped or stuck], signals=signals)
+    if isinstance(outcome.result, KeyboardInterrupt) and not any(rank.began for rank in ranks) and job.saved_step >= 0:
+        return _of_checkpoint(job, signals[0])
+    return outcome
+
+
+def _of_checkpoint(job: Job, name: str) -> Outcome:
+    """Return what becomes of a run that is stopped before it has gone on from its own newest checkpoint."""
+    message = (
+        f"Stopped by {name.replace('SIGINT', 'Ctrl-C')} before it went on from step {job.saved_step}, where its newest "
+        f"checkpoint is. To resume, start again with the same hydra.run.dir and ckpt_path=auto."
+    )
+    return Outcome(Preempted(message), message, known_better=job.goes_on)
 
 
 def _deaths(ranks: Sequence[Rank], outlives: Callable[[int], bool]) -> list[Death]:
