@@ -37,6 +37,7 @@ from ddp_recipes.runtime.messages import CALL_S, LOOK_S, Messages
 from ddp_recipes.runtime.process import ignore, state
 from ddp_recipes.runtime.world import World
 
+EXITS_S = 1.0  # for a process to have exited, once its connections are closed
 DEAD_S = 5.0  # for a killed rank to be dead, and to hold no lock any more
 
 
@@ -70,6 +71,14 @@ class Peers:
         running = self._running().keys()
         self._seen |= running
         return sorted(self._seen - running)
+
+    def lost(self, error: RuntimeError) -> list[int]:
+        """Return those that have exited: of a broken connection, which is closed just before, after a while as well."""
+        waits = agent_holds_store() and "onnection" in str(error)
+        deadline = time.monotonic() + (EXITS_S if waits else 0.0)
+        while not (exited := self.exited()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return exited
 
     def absent(self) -> set[int]:
         """Return the ranks of this node that do not run: they have exited, or, in its first instants, not begun."""
@@ -190,8 +199,8 @@ class Channel:
                 self.messages.set(f"left/{number}", "")
         except RunFailed as error:
             raise self._explained(error, job.directory) from None
-        except RuntimeError:
-            if not (exited := self._peers.exited()):
+        except RuntimeError as error:
+            if not (exited := self._peers.lost(error)):
                 raise
             self._unresponsive, message = exited, exited_without_report(exited, self.world.world_size)
             death = Death(exited[0], f"{message}\n{traceback.format_exc().rstrip()}")
@@ -295,7 +304,7 @@ class Channel:
             return False
         except Exception as error:  # noqa: BLE001 - whatever a rank raises is told to the one that launched it
             text = str(error) if isinstance(error, RecipeError) else traceback.format_exc()
-            if isinstance(error, RuntimeError) and (exited := self._peers.exited()):
+            if isinstance(error, RuntimeError) and (exited := self._peers.lost(error)):
                 self._unresponsive = exited
                 text = f"{text}{exited_without_report(exited, self.world.world_size)}"
             print(f"Rank {self.world.rank} failed:\n{text}", file=sys.stderr, flush=True)
