@@ -154,7 +154,8 @@ def _unread(error: OverrideParseException) -> str:
     name, equals, value = map(str.strip, given.partition("="))
     if name and equals and f"{name}={value}" != given:
         return f"{given}: there are spaces around the equals sign. Write {name}={value}."
-    reason = next(line for line in error.message.splitlines() if not line.startswith("Error parsing"))
+    lines = error.message.splitlines()
+    reason = next((line for line in lines if not line.startswith(("Error parsing", "Error when parsing"))), lines[-1])
     return (
         f"{given}: Hydra cannot read this override ({reason}). It reads key=value, +key=value, ~key, and -m key=1,2; "
         f"quote a value with special characters twice: 'key=\"a, b\"'.{_of_word(given)}"
