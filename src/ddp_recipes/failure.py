@@ -176,7 +176,7 @@ _ADVICE = {
         "torch's SyncBatchNorm works on accelerators only. Give the model nn.BatchNorm: on the CPU each rank has the "
         "statistics of its own samples, elsewhere sync_batchnorm of the strategy takes them from all."
     ),
-    r"must be Tensor, not (\w+)": (
+    r"argument '(?:input|indices)' \(position \d\) must be Tensor, not (\w+)": (
         "The model was given a {0}, as it came from the data set. Make tensors of it there or by data.collate_fn, or "
         "choose a task that takes such batches (task=model_loss gives a dict as keyword arguments)."
     ),

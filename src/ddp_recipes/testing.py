@@ -33,8 +33,9 @@ from torch.distributed import FileStore, Store
 from ddp_recipes import rank
 from ddp_recipes._compat.torch_ import load_what_ddp_needs
 from ddp_recipes.config import compose
-from ddp_recipes.config.overrides import spelled_out
+from ddp_recipes.config.overrides import deleting_null, spelled_out
 from ddp_recipes.config.request import resolve
+from ddp_recipes.config.translate import translated
 from ddp_recipes.errors import RecipeError, RequestError
 from ddp_recipes.main import CONF
 from ddp_recipes.reporting.run_directory import Summary
@@ -93,6 +94,8 @@ def _composed(overrides: tuple[str, ...], config_dir: str | None, config_name: s
 
 def _compose(overrides: Sequence[str], config_dir: str | None, config_name: str) -> DictConfig:
     with compose.session(CONF, config_dir) as hydra:
+        with translated(hydra, config_name, overrides):
+            overrides = deleting_null(hydra, config_name, overrides)
         config = compose.compose(hydra, config_name, overrides)
     return OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
 

@@ -57,7 +57,7 @@ CHOICES: tuple[tuple[str, ...], ...] = (
         "optimizer._target_=torch.optim.RAdam ~optimizer.nesterov ~optimizer.momentum ~optimizer.fused",
         "optimizer=adam +optimizer.foreach=true",
         "optimizer=adamw optimizer.layer_decay=0.7",
-        "optimizer=sgd optimizer.groups={biases:{params:'*.bias',weight_decay:0.1,lr:0.02}}",
+        "optimizer=sgd +optimizer.groups.biases={params:'*.bias',weight_decay:0.1,lr:0.02}",
         "optimizer._target_=own_parts.ScheduleFree ~optimizer.nesterov ~optimizer.momentum ~optimizer.fused"
         " ~optimizer.weight_decay",
         "optimizer._target_=torch.optim.ASGD ~optimizer.nesterov ~optimizer.momentum ~optimizer.fused",
@@ -68,7 +68,7 @@ CHOICES: tuple[tuple[str, ...], ...] = (
         "scheduler=one_cycle",
         "scheduler=step scheduler.step_size=1",
         "scheduler=warmup_cosine scheduler.milestones=[3]",
-        "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau +scheduler.patience=0 +scheduler.factor=0.5",
+        "scheduler._target_=torch.optim.lr_scheduler.ReduceLROnPlateau +scheduler.patience=0 scheduler.factor=0.5",
     ),
     ("", "model.freeze=['*.bias']"),
     ("", "task.train_metrics=true", "+task.metrics.wide._target_=metric_parts.Wide"),
@@ -113,6 +113,16 @@ CHOICES: tuple[tuple[str, ...], ...] = (
     ("trainer.limit_train_batches=1.0", "trainer.limit_train_batches=0.7"),
     ("trainer.fast_paths=true", "trainer.fast_paths=false"),
 )
+SEVERAL_PASSES = ("shards=4", "fsdp", "pipeline", "batches=2", "growing", "activation_checkpointing")
+APART = {  # what is refused beside something else, for which the first of its kind is taken
+    "resuming_parts.Counted": SEVERAL_PASSES,
+    "resuming_parts.Teacher": SEVERAL_PASSES,
+    "model.micro_batches": ("fsdp", "pipeline"),
+    "trainer.precision": ("param_dtype",),
+    "ScheduleFree": ("model.freeze", "fsdp"),  # takes a gradient of each parameter for granted
+    "scheduler=one_cycle": ("optimizer._target_",),
+    "task.train_metrics": ("pipeline",),
+}
 EVENTS = (
     *("on_start", "on_epoch_start", "on_step", "on_epoch_end", "on_validation_start", "on_validation"),
     *("on_validation_end", "on_save_start", "on_save", "on_end", "backward"),
@@ -125,6 +135,10 @@ def drawn(random: Random, strategies: Sequence[str] = STRATEGIES) -> tuple[list[
     """Return overrides, the number of ranks, and another one to go on with where that changes no bits."""
     strategy = random.choice(strategies)
     chosen = [random.choice(each[1:]) if random.random() < OFTEN else each[0] for each in CHOICES]
+    for place, option in enumerate(chosen):
+        others = " ".join((strategy, *chosen[:place], *chosen[place + 1 :]))
+        if any(name in option and other in others for name, rest in APART.items() for other in rest):
+            chosen[place] = CHOICES[place][0]
     ranks = 1 if "single" in strategy else 2 if "pipeline" in strategy else random.choice((2, 3))
     ranks = 4 if "replicas=2" in strategy else ranks
     other = None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_recipes.errors import RequestError
+from ddp_recipes.failure import add_advice
 from ddp_recipes.reporting.run_directory import Summary
 from helpers.marks import quick_each
 from helpers.ranks import run_recipe
@@ -313,6 +314,20 @@ def test_mistakes_in_ones_first_code_end_with_what_to_change(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(Exception, match=re.escape(advice)):
         run(*overrides, directory=tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("call", "advised"), [("linear(): argument 'input'", True), ("sub_(): argument 'other'", False)]
+)
+def test_what_is_no_tensor_is_blamed_on_the_data_where_a_model_takes_its_inputs(call: str, advised: bool) -> None:
+    error = TypeError(f"{call} (position 1) must be Tensor, not NoneType")
+    add_advice(error, {"data": {}, "trainer": {}})
+    assert any("came from the data set" in note for note in getattr(error, "__notes__", ())) == advised
+
+
+def test_a_recipe_of_a_test_leaves_keys_out_as_a_command_line_does(run: Callable[..., Summary]) -> None:
+    """Also of those that are null, which Hydra takes for absent."""
+    assert run("~optimizer.fused", "trainer.max_steps=1")["status"] == "finished"
 
 
 def test_methods_that_are_called_like_events_are_named(
