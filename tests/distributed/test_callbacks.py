@@ -142,6 +142,38 @@ def test_several_are_a_list_and_each_writes_what_it_says(run: Run, tmp_path: Pat
     assert (tmp_path / "run" / "checkpoints" / "best.pt").exists()
 
 
+BLOWING = """
+import torch
+from ddp_recipes import Callback
+
+class Blowing(Callback):
+    def on_start(self, directory, task):
+        self.task = task
+
+    def on_step(self, step):
+        with torch.no_grad():
+            for each in self.task.parameters() if step == 1 else ():
+                each.mul_(50)  # so that gradients of the next step overflow in 16 bits
+"""
+
+
+def test_rates_are_logged_where_the_first_step_after_a_resume_is_skipped(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "blowing.py").write_text(BLOWING)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = ["callbacks=lr_monitor", "+callbacks.blowing._target_=blowing.Blowing", "trainer.precision=16-mixed"]
+    own += ["logger=csv", "trainer.log_every_n_steps=1", "checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1"]
+    run(*own, "trainer.max_steps=2", directory=tmp_path / "whole")
+    first = step_files(tmp_path / "whole" / "checkpoints")[1]
+    run(*own, "trainer.max_steps=2", f"ckpt_path={first}", directory=tmp_path / "rest")
+    for folder in ("whole", "rest"):
+        names, *_, last = (tmp_path / folder / "csv" / "metrics.csv").read_text().splitlines()
+        values = dict(zip(names.split(","), last.split(","), strict=True))
+        assert values["train/grad_norm"] in ("inf", "nan")  # and the step is skipped
+        assert (values["step"], values["lr/0"]) == ("2", "0.05")
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -1,5 +1,6 @@
 """The learning rate of each parameter group."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,14 @@ class LearningRateMonitor(Callback):
         if step % self.run.trainer.log_every_n_steps == 0:
             self.run.metrics.update(self.taken)
             self.run.logger.scalars(self.taken, step)
+
+    def state(self) -> dict[str, Any]:
+        """Return the rates of the last step that was taken: a loss scaler may skip the first one after a resume."""
+        return {"taken": self.taken}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore them."""
+        self.taken = dict(state.get("taken", {}))
 
     def _look(self, *_: Any) -> None:
         groups = [group for optimizer in self.run.optimizers for group in optimizer.param_groups]
