@@ -114,13 +114,7 @@ def run(
     """
     _refuse_within_an_import()
     _current_folder()
-    is_config = isinstance(request, Mapping | DictConfig)
-    if not is_config and (isinstance(request, str) or not _are_texts(request)):
-        given = request if isinstance(request, str) else "trainer.max_epochs=3"
-        raise RequestError(f"ddp_recipes.run takes a list of overrides, or a config: run([{given!r}]).")
-    composed = OmegaConf.create(request) if is_config else None  # type: ignore[arg-type]
-    if directory is not None and composed is None:
-        raise RequestError("directory= is for a composed config. With overrides, give hydra.run.dir=… among them.")
+    composed = _composed(request, directory)
     supervises = composed is None and "launcher=nodes" in request  # a node's one task, which Slurm may have started
     world = None if supervises else environment.join(os.environ)
     if world is not None:
@@ -153,9 +147,23 @@ def run(
         controller.close(status)
 
 
-def _are_texts(given: object) -> bool:
-    """Whether something is a list of texts."""
-    return isinstance(given, Sequence) and all(isinstance(each, str) for each in given)
+def _composed(request: Any, directory: str | Path | None) -> DictConfig | None:
+    """Return a request that is a config already; ``None`` for one of overrides and flags.
+
+    Raises:
+        RequestError: it is neither, or there are overrides and a directory.
+    """
+    if isinstance(request, Mapping | DictConfig):
+        given: Any = request
+        config: DictConfig = OmegaConf.create(given)
+        return config
+    are_texts = isinstance(request, Sequence) and all(isinstance(each, str) for each in request)
+    if isinstance(request, str) or not are_texts:
+        one = request if isinstance(request, str) else "trainer.max_epochs=3"
+        raise RequestError(f"ddp_recipes.run takes a list of overrides, or a config: run([{one!r}]).")
+    if directory is not None:
+        raise RequestError("directory= is for a composed config. With overrides, give hydra.run.dir=… among them.")
+    return None
 
 
 def _refuse_within_an_import() -> None:
