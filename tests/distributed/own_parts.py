@@ -155,6 +155,15 @@ class Deep(nn.Module):
         return cast(Tensor, self.last(inputs))
 
 
+class Compiled(Toy):
+    """Is to run compiled, and says so where it does not."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            raise RuntimeError("this runs as it is written, and not compiled")
+        return super().forward(inputs)
+
+
 class Graphs(Callback):
     """Writes how many graphs torch compiled in the run."""
 

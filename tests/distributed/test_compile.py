@@ -62,6 +62,18 @@ def test_compiled_blocks_resume_exactly_and_are_dealt(run: Run, tmp_path: Path) 
     assert run(*DEEP, *BLOCKS, *dealt, world_size=2)["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.slow
+@needs_a_compiler
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "ddp_exact strategy.shards=2", "fsdp strategy.shards=2 strategy.wrap=[net1,net2]"]
+)
+def test_every_batch_of_several_ranks_runs_compiled(strategy: str, run: Run) -> None:
+    """While we look at a step's collectives, too: in the first ones, and where batches are uneven."""
+    uneven = ["data.global_batch_size=12", "data.num_samples=45", "data.val_samples=21", "data.val_batch_size=6"]
+    overrides = ["model._target_=own_parts.Compiled", "trainer.compile=true", f"strategy={strategy}", *uneven]
+    assert run(*" ".join(overrides).split(), world_size=2)["status"] == "finished"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -53,6 +53,11 @@ class OnCollective(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = found
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether what runs within is compiled all the same, which torch otherwise leaves out without a word."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             self.found(func.name(), [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)])
