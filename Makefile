@@ -32,9 +32,10 @@ test-nightly: $(VENV)/installed-dev ## run campaigns, all sizes and what else ta
 matrix: ## quick tests and a run on each set of Python, torch and Hydra, minutes each; ARGS="--python 3.12 --torch oldest"
 	$(PYTHON) .ci/matrix.py $(ARGS)
 
+# A few tests look at how processes end, which tracing changes: `make test` judges them, not this.
 coverage: $(VENV)/installed-dev ## say which part of the package's lines the quick tests run; ARGS="tests/unit" takes some
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest $(WORKERS) -m "not slow and not nightly" $(ARGS)
+	-$(BIN)/python -m coverage run -m pytest $(WORKERS) -m "not slow and not nightly" $(ARGS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --skip-covered --sort=cover
 
