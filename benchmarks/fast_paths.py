@@ -112,6 +112,7 @@ def ways(optimizer: Optimizer) -> Mapping[str, tuple[Any, str, Any, Any]]:
         "backward": (CALLS, "backward", fast_paths.backward, lambda loss: loss.backward()),
         "zero_grad": (CALLS, "zero_grad", fast_paths.zero_grad, lambda each: each.zero_grad()),
         "uncompiled": (optimizer, "step", optimizer.step, step),
+        "fused_step": (fast_paths, "fused_step", fast_paths.fused_step, lambda _: False),
     }
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ddp_recipes._compat.torch_ import fused_step
 from ddp_recipes.runtime.fast_paths import backward, enable, uncompiled, zero_grad
 from ddp_recipes.testing import run_recipe
 from helpers.patience import patience
@@ -21,7 +22,9 @@ from helpers.patience import patience
 OURS = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    (torch.optim.SGD, {"lr": 0.1, "fused": True, "weight_decay": 0.1, "maximize": True}),
     (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (torch.optim.Adam, {"lr": 0.01, "amsgrad": True, "fused": True}),
     (torch.optim.AdamW, {"lr": 0.01, "foreach": True}),
     (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
     (torch.optim.RMSprop, {"lr": 0.01}),
@@ -63,6 +66,51 @@ def test_steps_and_state_are_those_of_torch(kind: type[Optimizer], options: dict
     again = trained(kind, options, 0)[1]
     again.load_state_dict(mine)
     trained(uncompiled(kind), options, 0)[1].load_state_dict(its)
+
+
+FUSED: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.SGD, {"weight_decay": 0.1, "maximize": True}),
+    (torch.optim.Adam, {"amsgrad": True}),
+    (torch.optim.AdamW, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), FUSED, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_fused_steps_are_those_of_the_kernel_once_there_is_a_state(
+    kind: type[Optimizer], options: dict[str, Any]
+) -> None:
+    options = {"lr": 0.1, "fused": True, **options}
+    for steps in (1, 3):
+        (model, optimizer), (expected, torchs) = trained(kind, options, steps), trained(kind, options, steps)
+        with torch.no_grad():
+            assert fused_step(optimizer)
+        torchs.step()
+        assert [each.tolist() for each in model.parameters()] == [each.tolist() for each in expected.parameters()]
+        torch.testing.assert_close(optimizer.state_dict(), torchs.state_dict(), rtol=0, atol=0)
+
+
+UNLIKE: dict[str, tuple[bool, Callable[[Optimizer, nn.Parameter], object]]] = {
+    "no gradient": (True, lambda optimizer, weight: None),
+    "no state": (False, lambda optimizer, weight: setattr(weight, "grad", torch.ones(3))),
+    "sparse": (False, lambda optimizer, weight: setattr(weight, "grad", torch.ones(3).to_sparse())),
+    "scaled": (False, lambda optimizer, weight: setattr(optimizer, "found_inf", torch.zeros(1))),
+    "not fused": (False, lambda optimizer, weight: optimizer.param_groups[0].update(fused=False)),
+    "a rate that is a tensor": (False, lambda optimizer, weight: optimizer.param_groups[0].update(lr=torch.ones(()))),
+}
+
+
+@pytest.mark.parametrize("case", UNLIKE)
+def test_torch_takes_fused_steps_of_what_is_not_plain(case: str) -> None:
+    expected, change = UNLIKE[case]
+    model, optimizer = trained(torch.optim.AdamW, {"lr": 0.01, "fused": True}, 1)
+    weight = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [weight]})
+    change(optimizer, weight)
+    before = [each.tolist() for each in model.parameters()]
+    with torch.no_grad():
+        assert fused_step(optimizer) == expected
+    assert (before != [each.tolist() for each in model.parameters()]) == expected  # all groups, or none
 
 
 def test_hooks_and_schedulers_are_called() -> None:

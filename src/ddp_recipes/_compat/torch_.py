@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C import _distributed_c10d
 from torch.autograd import Variable, profiler
 from torch.distributed import ProcessGroup, distributed_c10d
-from torch.optim import SGD, Optimizer, optimizer as optimizers
+from torch.optim import SGD, Adam, AdamW, Optimizer, optimizer as optimizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import (
     tree_flatten as tree_flatten,
@@ -219,6 +219,86 @@ def is_observed(optimizer: Optimizer) -> bool:
     )
 
 
+def has_fused_step(kind: type[Optimizer]) -> bool:
+    """Whether :func:`fused_step` knows these optimizers."""
+    kernels = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_")
+    return kind in (SGD, Adam, AdamW) and all(hasattr(torch, name) for name in kernels)
+
+
+def fused_step(optimizer: Optimizer) -> bool:
+    """Take the step of a fused optimizer by its kernel alone, ``torch._fused_sgd_`` and so on.
+
+    Returns:
+        Whether it was taken. torch has to where the optimizer has not begun or is not fused, and for all but plain
+        tensors of one dtype on the host.
+    """
+    if getattr(optimizer, "grad_scale", None) is not None or getattr(optimizer, "found_inf", None) is not None:
+        return False
+    groups = [(group, _fused_lists(group, optimizer.state)) for group in optimizer.param_groups]
+    if any(lists is None for _, lists in groups):
+        return False
+    for group, lists in groups:
+        if lists and lists[0]:
+            (_fused_adam if "betas" in group else _fused_sgd)(group, lists)
+    return True
+
+
+def _fused_lists(group: Mapping[str, Any], state: Mapping[Tensor, Any]) -> list[list[Any]] | None:
+    """Return the parameters of a group that have gradients, these, and what is kept of them, or ``None``."""
+    trained = [each for each in group["params"] if each.grad is not None]
+    gradients = [each.grad for each in trained]
+    dtype = trained[0].dtype if trained else None
+    for each in gradients:
+        if not (type(each) is Tensor and each.dtype is dtype and each.is_cpu and not each.is_sparse):
+            return None
+    if not group["fused"] or type(group["lr"]) is not float:
+        return None
+    names: tuple[str, ...] = ("momentum_buffer",)
+    if "betas" in group:
+        names = ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 4 if group["amsgrad"] else 3]
+    elif not group["momentum"]:
+        return [trained, gradients]
+    try:
+        return [trained, gradients, *([state.get(each, {})[name] for each in trained] for name in names)]
+    except KeyError:  # it has not begun
+        return None
+
+
+def _fused_sgd(group: Mapping[str, Any], lists: list[list[Tensor]]) -> None:
+    torch._fused_sgd_(
+        lists[0],
+        lists[1],
+        lists[2] if group["momentum"] else [],
+        weight_decay=group["weight_decay"],
+        momentum=group["momentum"],
+        lr=group["lr"],
+        dampening=group["dampening"],
+        nesterov=group["nesterov"],
+        maximize=group["maximize"],
+        is_first_step=False,
+    )
+
+
+def _fused_adam(group: Mapping[str, Any], lists: list[list[Tensor]]) -> None:
+    parameters, gradients, steps, average, square, *largest = lists
+    torch._foreach_add_(steps, 1)
+    (torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_)(
+        parameters,
+        gradients,
+        average,
+        square,
+        largest[0] if largest else [],
+        steps,
+        lr=group["lr"],
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=group["amsgrad"],
+        maximize=group["maximize"],
+    )
+
+
 def schedulers_in(scheduler: Any, saved: Mapping[str, Any]) -> list[tuple[Any, Mapping[str, Any]]]:
     """Return the schedulers that one is made of, as ``SequentialLR``, each with what a state of that has of it."""
     return [*zip(getattr(scheduler, "_schedulers", ()), saved.get("_schedulers", ()), strict=False)]
@@ -244,14 +324,15 @@ def ready_for_late_gradients(optimizer: Optimizer) -> None:
         return
     for group in groups:
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-        late = [parameter for parameter in trained if parameter not in state]
-        sparse = [parameter for parameter in late if parameter.grad.is_sparse]
+        sparse = [parameter for parameter in trained if parameter.grad.is_sparse]
         if group.get("fused") and sparse:
             group["fused"] = False
         if not isinstance(optimizer, SGD) or not group["momentum"] or group["dampening"]:
             continue
-        for parameter in late if group["fused"] and len(late) < len(trained) else sparse:
-            state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        late = [parameter for parameter in trained if parameter not in state]
+        for parameter in late:
+            if parameter.grad.is_sparse or (group["fused"] and len(late) < len(trained)):
+                state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def file_writer(writer: "SummaryWriter") -> Any:
