@@ -17,7 +17,13 @@ from torch import Tensor
 from torch.autograd import graph
 from torch.optim import Optimizer
 
-from ddp_recipes._compat.torch_ import fused_step as fused_step, has_fused_step, is_observed, run_backward
+from ddp_recipes._compat.torch_ import (
+    fused_step as fused_step,
+    has_fused_step,
+    is_observed,
+    ready_for_late_gradients,
+    run_backward,
+)
 from ddp_recipes.runtime.phases import CALLS
 
 T = TypeVar("T")
@@ -80,8 +86,9 @@ def _subclass(base: type[Optimizer]) -> Any:
 
     names = ("add_param_group", "load_state_dict", "state_dict")
     members = {name: inspect.unwrap(getattr(base, name)) for name in names}
-    step = _step(inspect.unwrap(base.step), has_fused_step(base))
-    members |= {"step": step, "__reduce_ex__": reduce, "__doc__": base.__doc__}
+    fused = has_fused_step(base)
+    step = _step(inspect.unwrap(base.step), fused)
+    members |= {"step": step, "takes_late_gradients": fused, "__reduce_ex__": reduce, "__doc__": base.__doc__}
     return type(base.__name__, (base,), members)
 
 
@@ -89,8 +96,10 @@ def _step(step: Callable[..., Any], fused: bool) -> Callable[..., Any]:
     @wraps(step)
     def alone(self: Optimizer, *arguments: Any, **options: Any) -> Any:
         with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
-            if fused and not arguments and not options and fused_step(self):
-                return None
+            if fused and not arguments and not options:
+                if fused_step(self):
+                    return None
+                ready_for_late_gradients(self)
             return step(self, *arguments, **options)
 
     observed = Optimizer.profile_hook_step(alone)

@@ -47,7 +47,8 @@ class Precision:
     def step(self, optimizer: torch.optim.Optimizer, gradients: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Step the optimizer, which calls what computes the gradients first, where they are not there yet."""
         if gradients is None:
-            ready_for_late_gradients(optimizer)
+            if options or not getattr(optimizer, "takes_late_gradients", False):  # by itself, on its fast path
+                ready_for_late_gradients(optimizer)
             return optimizer.step(**options)
 
         def closure() -> Any:
