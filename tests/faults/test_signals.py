@@ -3,12 +3,15 @@
 import os
 import pty
 import sys
+import time
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGUSR1, Signals
+from signal import SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGTSTP, SIGUSR1, Signals
 
 import pytest
 
+from ddp_recipes.runtime.process import is_stopped, state
 from helpers.marks import at_night
+from helpers.patience import patience
 from helpers.processes import (
     COLD,
     GONE_S,
@@ -119,6 +122,28 @@ def test_a_signal_in_a_slow_validation_is_answered_there_and_the_validation_come
     assert said["metrics"]["val/loss"] == expected["metrics"]["val/loss"]
     log = (folder / "run" / "train.log").read_text()
     assert [log.count(f"step {step}  val/loss") for step in (10, 20, 30, 40)] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("workers", [*at_night(0), 2])
+def test_ctrl_z_suspends_all_ranks_for_longer_than_a_collective_may_take(workers: int, folder: Path) -> None:
+    timeout_s = patience(4)
+    data = [*ONE_BY_ONE, f"data.num_workers={workers}", "data.persistent_workers=true"] if workers else []
+    with started(folder, *DISTURBED, *data, ranks(2), f"launcher.timeout_s={timeout_s}") as run:
+        until_saved(run, folder / "run")
+        fork_server = state(run.rank(0))[1]
+        suspended = run.pids().keys() - {fork_server}
+        run.signal(SIGTSTP)
+        until(lambda: all(map(is_stopped, suspended)), GONE_S, "some do not stop")
+        since = time.monotonic()
+        until(lambda: time.monotonic() > since + timeout_s + 1, timeout_s + 5, "time stands still")
+        run.signal(SIGCONT)
+        until(lambda: not any(map(is_stopped, suspended)), GONE_S, "some stay stopped")
+        before = os.listdir(folder / "run" / "checkpoints")
+        until(lambda: os.listdir(folder / "run" / "checkpoints") != before, START_S, "nothing is trained")
+        run.signal(SIGTERM)
+        ended = run.end()
+    assert ended.status == 75, ended.err
+    stopped_at(folder / "run")
 
 
 @pytest.mark.parametrize("processes", [*at_night(1), 2])

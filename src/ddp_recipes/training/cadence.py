@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -170,6 +171,9 @@ class Pace:
         self._interval, self.due = interval, step + interval
 
 
+_SUSPENDING = (signal.SIGTSTP, signal.SIGCONT)  # Ctrl-Z, and what continues all
+
+
 class ValidationStopped(Exception):
     """Ends a validation, on every rank before the same batch: a signal stops the run."""
 
@@ -179,7 +183,8 @@ class StopController:
 
     Signals only set a flag. Ranks exchange flags about once a second: each exchange also carries, from rank 0, the
     number of steps until the next one, so that all ranks hold it at the same step. One process looks at every step.
-    So do validations, by their batches, and what takes long between steps is followed by an exchange.
+    So do validations, by their batches, and what takes long between steps is followed by an exchange. After one that
+    all were told to be suspended before, all stop, and wait for each other nowhere.
 
     Use it as a context manager: handlers are in place inside (in the main thread only), and put back after.
     """
@@ -202,6 +207,7 @@ class StopController:
         self.steps, self.batches = Pace(), Pace()
         self._signal: signal.Signals | None = None
         self._interrupts = 0
+        self._suspends = False
         self._former: dict[int, object] = {}
 
     def reason(self, step: int) -> str | None:
@@ -234,17 +240,20 @@ class StopController:
                     *(self._signal == number for number in STOPPING),
                     self.world.is_main and late,
                     moves,
+                    not self._suspends,
                     pace.interval(step) if self.world.is_main else 0,
                 ],
                 dtype=torch.int64,
                 device=self.device,
             )
-            *ranks, lates, moved, interval = self.total(flags[None]).tolist()
+            *ranks, lates, moved, going, interval = self.total(flags[None]).tolist()
             taken = [number.name for number, count in zip(STOPPING, ranks, strict=True) if count]
             signalled, late, moves = bool(taken), lates > 0, moved > 0
             if taken and not self.cause:
                 self.cause = f"{taken[0]} to another rank"
             pace.go_on(step, interval)
+            if going == 0 and self._suspends:  # else it was continued meanwhile
+                os.kill(os.getpid(), signal.SIGSTOP)
         return "signal" if signalled else "max_time" if late else "moved" if moves else None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -254,15 +263,23 @@ class StopController:
             if self._interrupts > 1:
                 raise KeyboardInterrupt
 
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        self._suspends = number == signal.SIGTSTP
+
     def __enter__(self) -> StopController:
         if threading.current_thread() is threading.main_thread():
             for number in ASKS_TO_STOP:
                 self._former[number] = signal.signal(number, self._handle)
+            for number in _SUSPENDING if self.world.world_size > 1 else ():
+                self._former[number] = signal.signal(number, self._suspend)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._former.items():
-            if signal.getsignal(number) == self._handle:  # else somebody wants another one from here on
+            if signal.getsignal(number) in (
+                self._handle,
+                self._suspend,
+            ):  # else somebody wants another one now
                 signal.signal(number, handler)  # type: ignore[arg-type]

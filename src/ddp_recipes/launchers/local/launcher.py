@@ -18,7 +18,7 @@ from ddp_recipes.devices import visible
 from ddp_recipes.errors import Preempted, RunFailed
 from ddp_recipes.launchers import reports
 from ddp_recipes.launchers.base import Resources
-from ddp_recipes.launchers.local.ranks import Rank, Starter, incoming
+from ddp_recipes.launchers.local.ranks import Rank, Starter, Suspension, incoming
 from ddp_recipes.launchers.reports import Death, Outcome, as_rank_0, decide
 from ddp_recipes.reporting.run_directory import Summary, leave_trace
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
@@ -58,13 +58,13 @@ class LocalLauncher:
         server = self.resources.server if self.settings.start_method == "forkserver" else None
         recovers = self.settings.replace_ranks or job.config["checkpoint"].get("in_memory_every_n_steps")
         survival = extra("launcher.replace_ranks") if recovers else Survival
-        with signals_caught(job.last) as signals, ExitStack() as memory:
+        with signals_caught(job.last) as signals, Suspension() as suspension, ExitStack() as memory:
             ways: Survival = survival(job, self.settings, processes, memory)
             while True:
                 try:
                     with ExitStack() as stack:  # ends ranks that hang once the failure is written
                         ranks = ways.start(Starter(ways.job, processes, server, stack))
-                        return _supervise(ways.job, ranks, signals, ways.goes_on).conclude(ways.job)
+                        return _supervise(ways.job, ranks, signals, suspension, ways.goes_on).conclude(ways.job)
                 except RunFailed as error:
                     if (line := ways.after(str(error), bool(signals))) is None:
                         if signals and (most or recovers):
@@ -121,7 +121,13 @@ def run_here(job: Job) -> Summary:
         return rank.run(job, World(), None)
 
 
-def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], goes_on: Callable[[list[Rank]], bool]) -> Outcome:
+def _supervise(
+    job: Job,
+    ranks: list[Rank],
+    signals: Sequence[str],
+    suspension: Suspension,
+    goes_on: Callable[[list[Rank]], bool],
+) -> Outcome:
     """Wait for the ranks, signal them, give the others a while if one of them fails; return what became of the run.
 
     Args:
@@ -135,6 +141,8 @@ def _supervise(job: Job, ranks: list[Rank], signals: Sequence[str], goes_on: Cal
     first, signalled = [*ranks], False
     told: list[Rank] = []  # of the signal
     for _ in incoming(ranks):
+        stood = suspension.of(ranks)
+        deadline, failing, closed = deadline + stood, failing + stood, closed + stood
         if signals.count("SIGINT") > 1:
             return Outcome(KeyboardInterrupt(), "interrupted by the keyboard, twice")
         if signals and not signalled:

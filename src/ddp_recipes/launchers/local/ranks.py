@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import IO
 
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
@@ -83,13 +85,71 @@ class Rank:
         who = f"process {self.process.pid}" if self.process.pid else "not yet forked"
         return Death(self.number, died(f"Rank {self.number} ({who})", status), asked=status == -signal.SIGTERM)
 
+    def signal_all(self, number: int) -> None:
+        """Send a signal to the process and to its data workers, if it is there."""
+        if self.process.pid is not None and self.process.poll() is None:
+            with suppress(ProcessLookupError):  # it has exited just now, or has no group of its own yet
+                os.killpg(self.process.pid, number)
+
+    def show_cursor(self) -> None:
+        """Show it on a terminal: the bar of rank 0 hides it while it is there."""
+        if self.number == 0 and sys.stdout.isatty():
+            print("\n\x1b[?25h", end="", flush=True)
+
     def end(self) -> None:
         """Kill the process unless it has exited, and restore the terminal after a killed one."""
         self.process.send_signal(signal.SIGKILL)
-        if self.process.wait() < 0 and self.number == 0 and sys.stdout.isatty():
-            print("\n\x1b[?25h", end="", flush=True)  # the bar hides the cursor while it is there
+        if self.process.wait() < 0:
+            self.show_cursor()
         for file in (self.connection, self.reports, self.stacks):
             file.close()
+
+
+SUSPENDS_S = 5.0  # for ranks to come to the end of a step
+
+
+class Suspension:
+    """Ctrl-Z, of which the terminal tells this process alone: its ranks stop before it does, and go on with it.
+
+    Between two steps, if they come to that in time: who waits in a collective counts the time for which all stood.
+    """
+
+    def __init__(self) -> None:
+        self._requested = False
+
+    def __enter__(self) -> "Suspension":
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
+            signal.signal(signal.SIGTSTP, self._note)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) == self._note:
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._requested = True
+
+    def of(self, ranks: Sequence[Rank]) -> float:
+        """Stop all, if that was requested, until this process is continued; return for how many seconds they stood."""
+        if not self._requested:
+            return 0.0
+        since = time.monotonic()
+        for rank in ranks:
+            rank.process.send_signal(signal.SIGTSTP)
+        while any(rank.process.poll() is None and not rank.stopped for rank in ranks):
+            if time.monotonic() > since + SUSPENDS_S:
+                break
+            time.sleep(0.02)
+        if ranks[0].process.returncode is None:
+            ranks[0].show_cursor()
+        for rank in ranks:
+            rank.signal_all(signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._requested = False
+        for rank in ranks:
+            rank.process.send_signal(signal.SIGCONT)  # to one that was forked only now as well
+            rank.signal_all(signal.SIGCONT)
+        return time.monotonic() - since
 
 
 @dataclass
