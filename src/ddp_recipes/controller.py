@@ -11,6 +11,7 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -245,6 +246,8 @@ class Controller:
                 raise RunFailed("Some jobs of the sweep failed; the table above says which.") from error
             except RequestError as error:
                 raise _ended_by(error, sweep.begun(directory) != before) from None
+            except BrokenExecutor as error:  # of hydra/launcher=joblib, which has ended the other jobs
+                raise RunFailed(sweep.broken(directory, str(error))) from error
             except Exception as error:  # a sweeper's own, such as Optuna's where no job has a value
                 if not sweep.some_failed(directory):
                     raise

@@ -9,7 +9,7 @@ from signal import SIGCONT, SIGHUP, SIGINT, SIGKILL, SIGSTOP, SIGTERM, SIGTSTP, 
 
 import pytest
 
-from ddp_recipes.runtime.process import is_stopped, state
+from ddp_recipes.runtime.process import is_stopped, name_of, state
 from helpers.marks import at_night
 from helpers.patience import patience
 from helpers.processes import (
@@ -266,6 +266,24 @@ def test_a_signal_to_a_sweep_reaches_its_jobs_in_processes_of_their_own(
         assert ended.status == 75
         for job in ("0", "1"):
             stopped_at(folder / "sweep" / job)
+
+
+@pytest.mark.parametrize("processes", [*at_night(2), 1])
+def test_a_job_of_joblib_that_is_killed_ends_a_sweep_that_says_so(processes: int, folder: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="it is not installed")
+    sweep = ["seed=1,2,3", "hydra.sweep.dir=sweep", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
+    with started(folder, "-m", *DISTURBED, ranks(processes), *sweep, command=COLD) as run:
+        for job in ("0", "1"):
+            until_saved(run, folder / "sweep" / job)
+        kill(next(pid for pid in run.pids() if name_of(pid) == "job 0"), SIGKILL)
+        ended = run.end()
+    assert ended.status == 1
+    assert "Traceback" not in ended.err
+    assert "A process that ran a job died (SIGKILL(-9)): jobs that ran then ended (0, 1).\n" in ended.err
+    for job in ("0", "1"):
+        said = summary(folder / "sweep" / job)
+        assert said["status"] == "failed"
+        assert "SIGKILL" in said["error"]
 
 
 @pytest.mark.nightly

@@ -2,13 +2,15 @@
 
 import csv
 import os
+import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.progress import table
-from ddp_recipes.reporting.run_directory import Summary, read_summary, recording
+from ddp_recipes.reporting.run_directory import Summary, leave_failure_of_rank_0, read_summary, recording
 
 RESUMES = "ckpt_path=auto"
 RECORDS = (("summary.json",), ("config.yaml", "train.log"))  # of which a run has one or both
@@ -56,6 +58,36 @@ def begun(sweep_directory: Path) -> list[tuple[Path, Summary]]:
 def some_failed(sweep_directory: Path) -> bool:
     """Whether some job has failed."""
     return any(summary["status"] == "failed" for _, summary in _ended(sweep_directory))
+
+
+ENDED_S = 10.0  # for the ranks of a job whose process was killed to be gone
+
+
+def broken(sweep_directory: Path, error: str) -> str:
+    """Write that those jobs failed which were ended with the pool of processes that they ran in; return the message.
+
+    Args:
+        error: of the pool, which holds the exit codes.
+    """
+    codes = re.search(r"(?<=\{).*(?=\})", error)
+    line = f"A process that ran a job died{f' ({codes[0]})' if codes else ''}: jobs that ran then ended."
+    left = ended = [directory for directory in job_directories(sweep_directory) if _is_running(directory)]
+    deadline = time.monotonic() + ENDED_S
+    while left and time.monotonic() < deadline:
+        for directory in left:
+            leave_failure_of_rank_0(directory, (), line)
+        left = [directory for directory in left if _is_running(directory)]
+        time.sleep(0.02)
+    names = ", ".join(str(directory.relative_to(sweep_directory)) for directory in ended)
+    return (
+        f"{line[:-1]}{f' ({names})' if names else ''}.\nIf nobody killed it, memory ran out (dmesg shows it): lower "
+        f"hydra.launcher.n_jobs, data.batch_size or num_workers. To go on, call it again with the same hydra.sweep.dir."
+    )
+
+
+def _is_running(directory: Path) -> bool:
+    """Whether it says so."""
+    return (read_summary(directory) or {}).get("status") == "running"
 
 
 def job_directories(sweep_directory: Path) -> list[Path]:
