@@ -911,6 +911,19 @@ class Functional(Sizes):
         return hidden
 
 
+class Adapted(Functional):
+    """Calls a block with its own parameters, then with these after a step on them (MAML)."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks if torch.is_grad_enabled() else ():
+            own = dict(block.named_parameters())
+            loss = torch.func.functional_call(block, own, (hidden,)).square().mean()
+            steps = torch.autograd.grad(loss, [*own.values()], create_graph=True)
+            after = {name: each - 0.1 * step for (name, each), step in zip(own.items(), steps, strict=True)}
+            hidden = hidden + torch.func.functional_call(block, after, (hidden,))
+        return hidden
+
+
 # --- what blocks take and return -------------------------------------------------------------------------------------
 
 

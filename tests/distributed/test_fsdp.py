@@ -338,6 +338,13 @@ def test_a_block_that_is_called_with_other_parameters_ends_the_run_by_name(world
         run(*model, "strategy=fsdp", world_size=world_size)
 
 
+@pytest.mark.parametrize("world_size", [1, *at_night(2)])
+def test_a_step_on_a_blocks_parameters_within_a_step_ends_the_run_by_name(world_size: int, run: Run) -> None:
+    model = [*QUIET, *SMALL, "model._target_=differential.architectures.Adapted"]
+    with pytest.raises(RunFailed, match=r"gradient of a parameter .* \(MAML, .* choose strategy=ddp"):
+        run(*model, "strategy=fsdp", world_size=world_size)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shards", [[], *at_night(["strategy.shards=6"])])
 def test_a_rank_that_leaves_the_order_says_so(shards: list[str], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ gradients after each use of a block that gives its inputs gradients, or where th
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from traceback import walk_tb
 from typing import Any, cast
 
 import torch
@@ -182,6 +183,12 @@ def is_wrapped(tensor: Tensor) -> bool:
 def uses_rows(error: BaseException) -> bool:
     """Whether an operation got a ``DTensor``, maybe beside a plain one: a parameter that is not gathered."""
     return any(each in str(error) for each in ("got mixed torch.Tensor and DTensor", "Sharding propagation failed"))
+
+
+def asks_rows(error: BaseException) -> bool:
+    """Whether ``torch.autograd.grad`` was asked for the gradient of a parameter that is not gathered."""
+    frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is torch.autograd.grad.__code__)
+    return any(isinstance(each, DTensor) for frame in frames for each in tree_leaves(frame.f_locals["inputs"]))
 
 
 def of_freed_memory(error: BaseException) -> bool:

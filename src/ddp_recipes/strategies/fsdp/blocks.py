@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from ddp_recipes._compat.fsdp import late_hooks, of_freed_memory, of_two_dtypes, uses_rows
+from ddp_recipes._compat.fsdp import asks_rows, late_hooks, of_freed_memory, of_two_dtypes, uses_rows
 from ddp_recipes._compat.torch_ import NormBase
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.fsdp.calls import own_steps
@@ -80,6 +80,12 @@ def explanation(error: BaseException, param_dtype: str | None) -> str | None:
         return (
             "A module used parameters of another one without calling it, and strategy=fsdp gathers those of a block "
             "when it is called. Choose strategy.wrap so that both are in one block, or call the module."
+        )
+    if asks_rows(error):
+        return (
+            "torch.autograd.grad was asked for the gradient of a parameter of which strategy=fsdp leaves each rank "
+            "some rows: a block is computed with what is gathered as it is called. Steps on parameters within a step "
+            "(MAML, torch.func.functional_call) take whole ones: choose strategy=ddp or ddp_exact."
         )
     if of_freed_memory(error):
         return (
