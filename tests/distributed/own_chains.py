@@ -3,13 +3,15 @@
 import json
 import os
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from torchvision.models import resnet18
+
+from ddp_recipes.tasks import StepOutput, Task
 
 
 class Encoder(nn.Module):
@@ -45,6 +47,17 @@ class Chain(nn.Sequential):
             nn.ReLU(inplace=True),
             nn.Linear(16, out_features),
         )
+
+
+class Penalty(Task):
+    """Adds a penalty on the gradient of outputs by inputs (WGAN-GP), which goes back through all of the model."""
+
+    def training_step(self, batch: Any) -> StepOutput:
+        inputs, targets = batch
+        outputs = self.model(inputs.requires_grad_())
+        (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        output = self.training_output(outputs, targets)
+        return output._replace(loss=output.loss + (slope.norm(dim=1) - 1).square().mean())
 
 
 class Checkpointed(nn.Module):

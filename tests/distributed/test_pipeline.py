@@ -382,6 +382,15 @@ REFUSED_MODELS: dict[str, tuple[list[str], int, list[str]]] = {
         2,
         ["Deciding can be cut into 1 stage(s) at most", "Tensor.item()", "Use a strategy without stages, as ddp."],
     ),
+    "a gradient of outputs by inputs within a step": (
+        ["task._target_=own_chains.Penalty"],
+        2,
+        [
+            "Toy can be cut into 1 stage(s) at most",
+            "The differentiated Tensor",
+            "Use a strategy without stages, as ddp.",
+        ],
+    ),
     "a checkpoint over the cut that leaves out its gradient": (
         [*MODELS["checkpointed"], "+model.reentrant=true", "model.split=[blocks.2]"],
         2,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunction
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_recipes._compat.torch_ import tree_leaves
@@ -24,6 +24,11 @@ MOVES = {torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default}
 
 # What fails without data is caught where it is tried out, and told in a line; torch logs its traceback besides.
 logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
+
+
+def of_values(error: BaseException) -> bool:
+    """Whether tensors without data fail because a shape, or what comes next, follows from values."""
+    return isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
 
 
 def takes_device(function: OpOverload) -> bool:

@@ -50,5 +50,7 @@ def split(
     name = type(built.task.model).__name__
     built.pictures.append(lambda directory, logger: leave_split(directory, logger, name, built.stages))
     if dry_run.failure is not None:
-        what = "The split could not be tried out" if pipeline is None else "What blocks cost could not be found out"
-        built.warnings.append(f"{what} before training: {dry_run.failure}")
+        what = "the split is not tried out"
+        if pipeline is not None:
+            what = "what blocks compute is not known, and model.split=auto goes by their weights alone"
+        built.warnings.append(f"Before training {what}: a step without data failed ({dry_run.failure}).")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ddp_recipes import devices
-from ddp_recipes._compat.dispatch import MOVES, OpOverload, TorchDispatchMode
+from ddp_recipes._compat.dispatch import MOVES, OpOverload, TorchDispatchMode, of_values
 from ddp_recipes._compat.model_parallel import current_node, next_sequence_number, sequence_number, stages_named
 from ddp_recipes._compat.torch_ import storage_key, tree_leaves, tree_map_only
 from ddp_recipes.devices import HOST, fake_devices, is_accelerator
@@ -106,6 +106,10 @@ class DryRun:
             step: Callable[[Any], object] = getattr(task, self.step)
             return step
 
+        costs = self._run(starts, devices, connected)
+        if self.failure is None or starts:
+            return costs
+        self.failure, devices = None, [torch.device(HOST)]  # a gradient within the step takes a device that is there
         return self._run(starts, devices, connected)
 
     def run_apart(self, starts: Sequence[str] = ()) -> Costs:
@@ -175,7 +179,7 @@ class DryRun:
         modules.follow(task.model)
         reason = "what it returns has none"
         try:
-            with seeded(0), torch.no_grad():
+            with seeded(0), torch.set_grad_enabled(self.step == "training_step"):
                 output = cut.run(
                     self._step_on_cpu(task), stage, lambda _, wanted: torch.zeros_like(wanted, device=here)
                 )
@@ -206,7 +210,7 @@ class DryRun:
         """Whether the model runs on two samples before it is cut: if not, that comes again in the run."""
         task = copy.deepcopy(self.task, _memo(self.task, (), 0))
         try:
-            with seeded(0), torch.no_grad():
+            with seeded(0), torch.set_grad_enabled(self.step == "training_step"):
                 self._step_on_cpu(task)()
         except Exception:  # noqa: BLE001 - what fails for another reason fails in the run as well
             return False
@@ -234,7 +238,7 @@ class DryRun:
             counter.follow(task.model)
             counter.seen.update((storage_key(tensor), tensor) for tensor in (*task.parameters(), *task.buffers()))
             with mode, torch.enable_grad(), saved_tensors_hooks(counter.save, lambda saved: saved):
-                batch = fake_batch(given, fake_devices(1)[0])
+                batch = fake_batch(given, devices[here or 0])
                 with counter:
                     step(batch)
         except (Conflict, RequestError):
@@ -244,7 +248,9 @@ class DryRun:
             message = (str(error).splitlines() or [""])[0]
             if len(named) > 1:  # some operations find the mixture themselves, before the counter sees it
                 raise counter.conflict(message, named) from None
-            self.failure = f"{type(error).__name__}: {message}"
+            self.failure = (
+                "what it does follows from values" if of_values(error) else f"{type(error).__name__}: {message}"
+            )
             return Costs.of_weights(self.task.model)
         return costs
 
