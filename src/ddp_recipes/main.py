@@ -116,6 +116,11 @@ def run(
     _current_folder()
     composed = _composed(request, directory)
     supervises = composed is None and "launcher=nodes" in request  # a node's one task, which Slurm may have started
+    if supervises and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise RequestError(
+            "launcher=nodes starts the ranks of its node by itself, and this process is one that torchrun started. "
+            "Start train.py once on each node without torchrun, or leave launcher=nodes out."
+        )
     world = None if supervises else environment.join(os.environ)
     if world is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the local launcher does

@@ -252,6 +252,15 @@ def test_under_torchrun_rank_0_alone_says_why_it_was_refused(overrides: list[str
     assert not (folder / "multirun").exists()
 
 
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_nodes_under_torchrun_are_refused_and_leave_no_folder(folder: Path) -> None:
+    ended = ran(folder, "data=random", "model=toy", "launcher=nodes", command=TORCHRUN)
+    assert ended.status != 0
+    assert "and this process is one that torchrun started. Start train.py once on each node" in ended.err
+    assert not (folder / "outputs").exists()
+
+
 def test_the_checkpoint_of_another_model_is_refused_with_the_shapes_that_differ(here: Path, first_run: Path) -> None:
     refused_here(
         here,
