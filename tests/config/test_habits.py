@@ -102,6 +102,12 @@ def test_an_override_that_hydra_refuses_is_explained(override: str, message: str
     assert not list(here.iterdir())
 
 
+@pytest.mark.parametrize(("name", "times", "reason"), [("x", 256, "File name too long"), ("x/", 2000, "may have 3840")])
+def test_a_run_directory_whose_path_is_too_long_is_refused(name: str, times: int, reason: str, here: Path) -> None:
+    assert reason in message_of(f"hydra.run.dir={name * times}")
+    assert not list(here.iterdir())
+
+
 def test_a_choice_that_is_added_to_that_of_a_primary_config_is_explained(here: Path) -> None:
     (here / "conf").mkdir()
     (here / "conf" / "own.yaml").write_text("defaults:\n  - train\n  - override optimizer: adam\n  - _self_\n")

@@ -121,6 +121,9 @@ def locked(path: Path) -> Iterator[None]:
         os.close(lock)
 
 
+_INSIDE = 256  # bytes of the longest path that a run writes below its directory: that of a logger, with the host's name
+
+
 def make_directory(path: Path, fresh: bool) -> list[Path]:
     """Make the directory of a run or a sweep; a ``fresh`` one that is taken gets ``_1``, ``_2``, ….
 
@@ -133,6 +136,12 @@ def make_directory(path: Path, fresh: bool) -> list[Path]:
     if (stranger := planted(path)) is not None:
         raise RequestError(f"{path} leads through {stranger}. Give a directory in a folder that is yours alone.")
     reason: str | None = None
+    most = os.pathconf("/", "PC_PATH_MAX") - _INSIDE
+    if (length := len(os.fsencode(path))) > most:
+        raise RequestError(
+            f"The path of the run directory has {length} characters, and it may have {most}, so that there is room for "
+            f"what a run writes into it. Give a shorter one: hydra.run.dir, or hydra.sweep.dir of a sweep."
+        )
     for number in range(1000):
         candidate = path.with_name(f"{path.name}_{number}") if fresh and number else path
         made: list[Path] = []
@@ -148,12 +157,12 @@ def make_directory(path: Path, fresh: bool) -> list[Path]:
             break
         except OSError as error:
             remove_empty(made)
-            dangling = (each for each in (candidate, *candidate.parents) if each.is_symlink() and not each.exists())
-            if (link := next(dangling, None)) is not None:
-                reason = f"{link} is a symbolic link to {os.readlink(link)}, which is not there"
-                break
             reason = error.strerror
-            if not isinstance(error, (FileExistsError, FileNotFoundError)):  # another run made or removed a part of it
+            if not isinstance(error, (FileExistsError, FileNotFoundError)):
+                break
+            dangling = (each for each in (candidate, *candidate.parents) if each.is_symlink() and not each.exists())
+            if (link := next(dangling, None)) is not None:  # else another run made or removed a part of it
+                reason = f"{link} is a symbolic link to {os.readlink(link)}, which is not there"
                 break
     raise RequestError(
         f"{path} cannot be the run directory: {reason}. Start from a folder that can be written to, or give another "
