@@ -89,6 +89,10 @@ EXPLAINED = [
         "--config-name trian: there is none. There are: train. Did you mean 'train'?",
     ),
     ("--experimental-rerun=x", "ddp_recipes.run(OmegaConf.load("),
+    (
+        "hydra.sweeper.params={seed: 1}",
+        "params={seed: 1}: hydra.sweeper.params is null, and Hydra puts no keys into it.",
+    ),
     ("hydra.run.dir=/dev/null/x", "/dev/null/x cannot be the run directory: Not a directory."),
 ]
 
@@ -134,6 +138,15 @@ def test_a_choice_that_is_added_to_that_of_a_primary_config_is_explained(here: P
 def test_a_yaml_that_is_wrong_is_named(text: str, message: str, here: Path) -> None:
     write(here / "conf" / "model" / "own.yaml", text)
     assert message in message_of("--config-dir", "conf", "model=own")
+
+
+def test_a_name_that_a_sweeper_of_a_yaml_is_to_change_is_looked_up_there(here: Path) -> None:
+    params = "# @package _global_\nhydra: {sweeper: {params: {optimizer.l: 'choice(0.1,0.2)'}}}\n"
+    write(here / "conf" / "experiment" / "own.yaml", params)
+    said = message_of("-m", "--config-dir", "conf", "experiment=own")
+    assert said.startswith(
+        "hydra.sweeper.params: optimizer.l: there is no key optimizer.l. Did you mean 'optimizer.lr'?"
+    )
 
 
 @pytest.mark.slow

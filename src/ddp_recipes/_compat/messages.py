@@ -71,6 +71,12 @@ def added_twice(error: BaseException) -> str | None:
     return found[found.lastindex or 0] if found else None
 
 
+def null_that_was_merged_into(error: BaseException) -> str | None:
+    """Return the key of a null that OmegaConf was to put keys into, which it says of its own list of them."""
+    found = re.search(r"'NoneType' object has no attribute 'get'(?s:.*)full_key: (\S+)", str(error))
+    return found[1] if found else None
+
+
 def config_of_error(error: BaseException) -> str | None:
     """Return the config, as in a defaults list, whose composing failed."""
     found = re.match(r"In '([^']+)'", str(error))

@@ -17,6 +17,7 @@ from ddp_recipes._compat.messages import (
     added_twice,
     config_of_error,
     is_about_a_choice,
+    null_that_was_merged_into,
     unknown_override,
     without_search_path,
 )
@@ -93,6 +94,9 @@ _BY_NOW = {
     "bf16": "trainer.precision=bf16-mixed",
     "amp": "trainer.precision=16-mixed",
 }
+
+
+_SWEPT = "hydra.sweeper.params"
 
 
 @contextmanager
@@ -192,6 +196,9 @@ def _wrong_choice(error: Exception, hydra: Hydra, overrides: Sequence[str]) -> s
             if (choice := given.partition("=")[2]) not in options:
                 none = f" For none of them: '~{group}'." if "null" in choice.split(",") else ""
                 return f"{given}: there is no such option. Options of {group}: {', '.join(sorted(options))}.{none}"
+    if (key := null_that_was_merged_into(error)) is not None and (merged := _given(key, overrides)):
+        instead = " Give what it would hold as overrides: -m optimizer.lr=interval(0.01,0.1)." if key == _SWEPT else ""
+        return f"{merged}: {key} is null, and Hydra puts no keys into it.{instead}"
     given = next((one for one in overrides if repr(one) in repr(str(error))), "This")
     if (without := next((one for one in overrides if not _key(one)), None)) is not None:
         return f"{without}: there is no key before the equals sign. Write key=value."
@@ -205,9 +212,12 @@ def _unknown(key: str, error: Exception, hydra: Hydra, config_name: str, overrid
             f"{listed}.yaml overrides {key}, which Hydra allows for a group that comes before it in the defaults list. "
             f"Put this into an option of experiment, which comes last."
         )
-    given, others = given or key, [one for one in overrides if _key(one) != key]
+    others = [one for one in overrides if _key(one) != key]
+    if given is None and f"{_SWEPT}.{key}" in _keys(hydra, config_name, others, with_hydra=True):
+        given = f"{_SWEPT}: {key}"  # of a yaml, which the sweeper makes overrides of
+    given = given or key
     within = str(getattr(error.__cause__, "full_key", ""))  # of a section that is given as a mapping, key={…}
-    key, added = (within, f"{within}=…") if within.startswith(f"{key}.") else (key, given)
+    key, added = (within, f"{within}=…") if within.startswith(f"{key}.") else (key, given.removeprefix(f"{_SWEPT}: "))
     if (lightning := _LIGHTNING.get(key.removeprefix("trainer."))) and key.startswith("trainer."):
         return f"{given}: there is no key {key}. What Lightning calls so is {lightning} here."
     section = key.rpartition(".")[0]
