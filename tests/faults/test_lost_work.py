@@ -182,6 +182,26 @@ def test_a_disk_that_takes_no_more_ends_a_run_with_the_promised_message(
     assert kept[2] == []  # the newest one is whole
 
 
+@pytest.mark.nightly
+def test_a_full_disk_of_mlflows_database_alone_ends_a_run_with_that_message(folder: Path) -> None:
+    pytest.importorskip("mlflow", reason="it is not installed")
+    own = [
+        "launcher.nproc_per_node=2",
+        "logger=mlflow",
+        "logger.tracking_uri=sqlite:///disk/own.db",
+        "logger.flush_secs=0.01",
+    ]
+    with broken_disk(folder / "disk", "full") as fail, started(folder, *ENDLESS, *own) as run:
+        until_saved(run, folder / "run")
+        fail()
+        ended = run.end()
+    assert ended.status == 1
+    assert re.search(
+        r"^disk/own\.db could not be written: No space left on device\. Free on that disk: \d", ended.err, re.M
+    )
+    assert "own.db could not be written" in summary(folder / "run")["error"]
+
+
 REMOVING = """
 import os
 import shutil

@@ -53,7 +53,8 @@ def disk_failure(error: BaseException, directory: Path) -> RecipeError | None:
     """Return the error to show where writing anything else into the run directory failed for want of a disk."""
     for cause in chain(error):
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            path, free = os.fsdecode(cause.filename or directory), shutil.disk_usage(directory).free
+            path = Path(os.fsdecode(cause.filename or directory))
+            free = shutil.disk_usage(path.parent if path.parent.exists() else directory).free
             return RecipeError(
                 f"{path} could not be written: {cause.strerror}. Free on that disk: {free:,} bytes. Make room "
                 f"(df -h and df -i show it), and go on with the same hydra.run.dir and ckpt_path=auto."

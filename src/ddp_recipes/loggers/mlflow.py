@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import re
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import RequestError, chain
 from ddp_recipes.loggers.base import Logger, Parameter, kept_id, require
 
 __all__ = ["MLflowLogger"]
@@ -106,7 +109,8 @@ class MLflowLogger(Logger):
             log.info("MLflow keeps parameters as they were first: %s.", ", ".join(changed))
         new = [Param(name, value) for name, value in given.items() if name not in self._params]
         for first in range(0, len(new), BATCH):
-            self.client.log_batch(self.run_id, params=new[first : first + BATCH])
+            with self._writing():
+                self.client.log_batch(self.run_id, params=new[first : first + BATCH])
         self._params = given | self._params
 
     @property
@@ -127,7 +131,8 @@ class MLflowLogger(Logger):
     def flush(self) -> None:
         self._flushed = time.monotonic()
         while self._held:
-            self.client.log_batch(self.run_id, metrics=self._held[: 10 * BATCH])
+            with self._writing():
+                self.client.log_batch(self.run_id, metrics=self._held[: 10 * BATCH])
             del self._held[: 10 * BATCH]
 
     def text(self, tag: str, text: str) -> None:
@@ -151,7 +156,19 @@ class MLflowLogger(Logger):
         try:
             self.flush()
         finally:
-            self.client.set_terminated(self.run_id, STATUS[self._status])
+            with self._writing():
+                self.client.set_terminated(self.run_id, STATUS[self._status])
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raise what any other file raises on a full disk, where it is that of the database."""
+        try:
+            yield
+        except Exception as error:
+            names = [getattr(each, "sqlite_errorname", "") for each in chain(error)]
+            if "SQLITE_FULL" not in names:
+                raise
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._uri.removeprefix("sqlite:///")) from error
 
     def see_with(self, run_directory: str) -> str:
         if urlsplit(self._uri).scheme.startswith("http"):
