@@ -86,6 +86,20 @@ def test_what_does_not_match_is_said(trained: Summary, run: Run, weights: Weight
     assert torch.equal(weights(summary)["net1.weight"], weights(trained)["net1.weight"])
 
 
+@pytest.mark.parametrize(("strategy", "world_size"), [("single", 1), *at_night(("ddp", 2), ("ddp_exact", 2))])
+def test_what_takes_the_shape_of_what_it_loads_is_taken(
+    strategy: str, world_size: int, run: Run, weights: Weights
+) -> None:
+    """Observers of quantisation, of each channel, have no shape before they have seen a batch."""
+    model = ["model._target_=differential.architectures.Observed"]
+    trained = run(*model, "seed=7", "trainer.max_steps=2", "strategy=single")
+    assert weights(trained)["observer.min_val"].shape == (16,)
+    own = [*model, f"strategy={strategy}", f"weights_from={trained['run_directory']}"]
+    summary = run(*own, "mode=validate", world_size=world_size)
+    assert "weights_from=" not in log_of(summary)
+    assert summary["weights_sha256"] == trained["weights_sha256"]
+
+
 def test_a_restart_goes_on_and_does_not_begin_from_them_again(trained: Summary, run: Run, tmp_path: Path) -> None:
     overrides = ["strategy=single", f"weights_from={trained['run_directory']}", "ckpt_path=auto"]
     whole = run(*overrides)

@@ -47,7 +47,10 @@ def start_of(job: Job, request: Request, task: Task, train: Loader | None, contr
     if paths := find(request.run.ckpt_path, directory):
         return _resumed(paths, request, directory, task, train, control)
     if weights_from is not None:
-        weights, warnings = extra("weights_from")(weights_from, task.weights())
+        full = {outside(name): name for name in task.state_dict()}
+        weights, warnings = extra("weights_from")(
+            weights_from, task.weights(), lambda name, value: _takes(task, full[name], value)
+        )
         return Start(weights=weights, warnings=warnings)
     if mode == "export":
         raise RequestError(f"mode=export: {directory} has no checkpoint. Give a run directory or a file as ckpt_path.")

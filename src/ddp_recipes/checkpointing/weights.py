@@ -1,7 +1,7 @@
 """Weights to start from: of a run of ours, of Lightning, or of any program that writes safetensors or a state dict."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ PREFIXES = ("", "model.", "net.", "module.", "_orig_mod.")  # of a wrapper, whic
 SHOWN = 4  # names of a kind
 
 
-def matching(given: str, expected: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+def matching(
+    given: str, expected: Mapping[str, Tensor], takes: Callable[[str, Any], bool] = lambda name, value: False
+) -> tuple[dict[str, Tensor], list[str]]:
     """Return those of a file's weights that the model has, and lines on what did not match.
 
     Args:
         given: ``weights_from``, a file or a run directory.
         expected: the model's own weights, which decide on names and shapes.
+        takes: whether a weight would be loaded in another shape than that of the model's own.
 
     Raises:
         RequestError: there is no such file, it holds more than tensors and plain data, or nothing in it matches.
@@ -46,7 +49,11 @@ def matching(given: str, expected: Mapping[str, Tensor]) -> tuple[dict[str, Tens
             f"is meant is not known. Save the part that is meant as a state dict of its own."
         )
     named = _with_ties(found[best[0]] if max(counts.values()) else weights, expected)
-    taken = {name: value for name, value in named.items() if name in expected and is_alike(value, expected[name])}
+    taken = {
+        name: value
+        for name, value in named.items()
+        if name in expected and (is_alike(value, expected[name]) or takes(name, value))
+    }
     differing = {
         "not in the file": [name for name in expected if name not in named],
         "not in the model": [name for name in weights if name.removeprefix(best[0]) not in expected],
