@@ -23,6 +23,19 @@ class Sometimes(Toy):
         return output + self.rare(input) if input.mean() > 0.2 else output
 
 
+class Seeding(Toy):
+    """Seeds torch in its forward pass, or, ``put_back``, for a while."""
+
+    def __init__(self, put_back: bool = False, **sizes: int) -> None:
+        super().__init__(**sizes)
+        self.put_back = put_back
+
+    def forward(self, input: Tensor) -> Tensor:
+        with torch.random.fork_rng(devices=[], enabled=self.put_back):
+            torch.seed()
+        return nn.functional.dropout(super().forward(input), 0.1, self.training)
+
+
 class Keeping(Toy):
     """Keeps the mean of what it saw in a new tensor each time, a count, and what never changes; learns a number."""
 

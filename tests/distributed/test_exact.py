@@ -152,6 +152,13 @@ def test_an_optimizer_that_draws_draws_the_same_on_any_number_of_ranks(run: Run)
     assert run(*saving, world_size=2)["status"] == "finished", "DDP compares what ranks have before each validation"
 
 
+@pytest.mark.parametrize("put_back", [False, True])
+def test_a_model_that_seeds_torch_is_told_once(put_back: bool, run: Run) -> None:
+    summary = run(*BASE, "model._target_=exact_parts.Seeding", f"+model.put_back={put_back}", world_size=2)
+    log = (Path(summary["run_directory"]) / "train.log").read_text()
+    assert log.count("A step seeds torch by itself (torch.seed, torch.manual_seed)") == (not put_back)
+
+
 FIRST = ["strategy.shards=12", "model._target_=exact_parts.FromFirst"]
 BOTH = pytest.mark.parametrize("strategy", [["strategy=ddp_exact"], ["strategy=fsdp", "strategy.wrap=[net1,net2]"]])
 

@@ -1,5 +1,6 @@
 """Keyed randomness: every random choice is a function of (seed, epoch, step, sample), never of rank or time."""
 
+import logging
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ import numpy as np
 import torch
 
 from ddp_recipes import devices as devices_
+
+log = logging.getLogger(__name__)
 
 _MASK = (1 << 64) - 1
 _STEPS = 256  # whose keys are computed at once
@@ -83,10 +86,14 @@ class Generators:
         self.seed, self.rank, self.drawn = seed, rank, drawn
         self.devices = [*filter(devices_.is_accelerator, devices)]  # looked at once, for that takes a microsecond
         self._random, self._numpy = random.Random(), np.random.RandomState()
+        self._given: set[int] = set()  # seeds of the shards of this step
+        self._told = False
 
     def begin(self, step: int, shard: int) -> None:
         """Seed a shard of a step."""
+        self._look()
         value = step_key(self.seed, step, shard)
+        self._given.add(value)
         seed_torch(value, self.devices)
         if not self.drawn:
             self.check()
@@ -97,10 +104,24 @@ class Generators:
 
     def end(self, step: int) -> None:
         """Seed what comes after the passes of a step, such as an optimizer that draws: the same on all ranks."""
+        self._look()
+        self._given.clear()
         value = step_key(self.seed, step, _UPDATE)
         seed_torch(value, self.devices)
         if self.drawn:
             _seed_others(value)
+
+    def _look(self) -> None:
+        """Say once on rank 0 where what a shard has run has seeded torch."""
+        if self._told or self.rank or not self._given or torch.default_generator.initial_seed() in self._given:
+            return
+        self._told = True
+        log.warning(
+            "A step seeds torch by itself (torch.seed, torch.manual_seed), and what it draws from there on does not "
+            "follow from seed=%d, the step and the samples: a run may not be repeated, nor be the same on another "
+            "number of ranks. Leave that out: each step is seeded.",
+            self.seed,
+        )
 
     def check(self) -> None:
         """Note whether something has drawn from ``random`` or NumPy since :meth:`settle` or the last step began."""
@@ -109,6 +130,7 @@ class Generators:
 
     def settle(self, step: int) -> None:
         """Leave ``random`` and NumPy as they are before a step, for whatever else has seeded them."""
+        self._given.clear()
         if self.drawn:
             return
         block, number = divmod(step, _STEPS)
