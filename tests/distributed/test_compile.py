@@ -23,6 +23,7 @@ DEEP = [
     *("model._target_=own_parts.Deep", "+model.blocks=4", "data.global_batch_size=16", "trainer.max_steps=4"),
     *("trainer.num_sanity_val_steps=0", "data.val=null"),
 ]
+NORM = ["model._target_=own_parts.Norm", "trainer.compile=true", "trainer.max_steps=3", "data.val=null"]
 BLOCKS = ["trainer.compile=true", "trainer.compile_blocks=[blocks.*]", "trainer.compile_dynamic=false"]
 
 
@@ -72,6 +73,14 @@ def test_every_batch_of_several_ranks_runs_compiled(strategy: str, run: Run) -> 
     uneven = ["data.global_batch_size=12", "data.num_samples=45", "data.val_samples=21", "data.val_batch_size=6"]
     overrides = ["model._target_=own_parts.Compiled", "trainer.compile=true", f"strategy={strategy}", *uneven]
     assert run(*" ".join(overrides).split(), world_size=2)["status"] == "finished"
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_a_run_before_in_the_process_is_of_no_consequence(run: Run) -> None:
+    """Jobs of a sweep by torchrun or Slurm share one; batch norms show which sizes there were before."""
+    of_7, of_5, again = (run(*NORM, "strategy=single", f"data.batch_size={size}") for size in (7, 5, 7))
+    assert of_7["weights_sha256"] == again["weights_sha256"] != of_5["weights_sha256"]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ What sees each operation, and tensors without data, is in :mod:`ddp_recipes._com
 """
 
 import json
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -161,6 +162,12 @@ def compile_nothing_of(*modules: str) -> None:
 
     for name in modules:
         trace_rules.add(name)
+
+
+def forget_compiled() -> None:
+    """Have torch compile as in a new process: what it compiled before was for other models, of other sizes."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 def ignored_by_ddp(module: nn.Module) -> Collection[str]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ddp_recipes import devices
+from ddp_recipes._compat.torch_ import forget_compiled
 from ddp_recipes.config.extras import extra_or
 from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import TrainerSettings
@@ -102,6 +103,7 @@ def backend_of(request: Request, kind: str) -> str:
 
 def set_torch_up(trainer: TrainerSettings, own: Devices) -> None:
     """Set what holds for all of torch in this process."""
+    forget_compiled()
     if trainer.deterministic:
         devices.set_environment_up()
     if trainer.deterministic != torch.are_deterministic_algorithms_enabled():  # the call loads the compiler
