@@ -164,6 +164,32 @@ class Compiled(Toy):
         return super().forward(inputs)
 
 
+class Steps(nn.Module):
+    """Is written as for Lightning; its steps call parts, which are to run compiled, and not itself."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__()
+        sizes = in_features, hidden_features, out_features
+        self.nets, self.loss = nn.ModuleList([Compiled(*sizes), Compiled(*sizes)]), nn.MSELoss()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return cast(Tensor, self.loss(self.nets[0](batch[0]) + self.nets[1](batch[0]), batch[1]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class OfParts(Task):
+    """Calls parts of the model in training, and not itself."""
+
+    def training_step(self, batch: Any) -> StepOutput:
+        inputs, targets = batch
+        return self.training_output(self.model.net2(self.model.relu(self.model.net1(inputs))), targets)
+
+
 class Graphs(Callback):
     """Writes how many graphs torch compiled in the run."""
 

@@ -1,5 +1,6 @@
 """``trainer.compile``: what is compiled learns the same, under the same names, and blocks are compiled once."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,30 @@ def test_every_batch_of_several_ranks_runs_compiled(strategy: str, run: Run) -> 
     uneven = ["data.global_batch_size=12", "data.num_samples=45", "data.val_samples=21", "data.val_batch_size=6"]
     overrides = ["model._target_=own_parts.Compiled", "trainer.compile=true", f"strategy={strategy}", *uneven]
     assert run(*" ".join(overrides).split(), world_size=2)["status"] == "finished"
+
+
+@pytest.mark.slow
+@needs_a_compiler
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "model._target_=own_parts.Steps task=lightning",
+        "model._target_=own_parts.Steps task=lightning trainer.compile_blocks=nets.*",
+    ],
+    ids=["parts that steps call", "blocks that steps call"],
+)
+def test_all_that_is_to_run_compiled_does(overrides: str, run: Run) -> None:
+    """In its validation on trial, in steps, and in a validation, the last batch of each being smaller."""
+    few = ["data.num_samples=37", "data.val_samples=24", "trainer.max_epochs=1", "strategy=single"]
+    assert run(*overrides.split(), "trainer.compile=true", *few)["status"] == "finished"
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_a_step_that_compiles_nothing_is_told_of(run: Run, tmp_path: Path) -> None:
+    run("task._target_=own_parts.OfParts", "trainer.compile=true", "trainer.max_steps=2", directory=tmp_path)
+    expected = "nothing in the first step: it does not call Toy itself, .* trainer.compile_blocks=\\[net1,relu,net2\\]"
+    assert len(re.findall(expected, (tmp_path / "train.log").read_text())) == 1
 
 
 @pytest.mark.slow

@@ -170,6 +170,13 @@ def forget_compiled() -> None:
         torch.compiler.reset()
 
 
+def graphs_compiled() -> int:
+    """Return how many graphs this process has had compiled."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
 def ignored_by_ddp(module: nn.Module) -> Collection[str]:
     """Return the names of the parameters and buffers that its user has told DDP to leave to each rank."""
     names: Collection[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())

@@ -1,5 +1,6 @@
 """Blocks that run in another way: computed again in backward, or compiled. Names in the state dict stay the same."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
@@ -9,10 +10,15 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_recipes._compat.torch_ import compile_nothing_of
+from ddp_recipes._compat.torch_ import compile_nothing_of, graphs_compiled
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
+from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.blocks import chosen, on_copies
+from ddp_recipes.training.hooks import RunHooks
+from ddp_recipes.training.state import Run
+
+log = logging.getLogger(__name__)
 
 
 def recompute(model: nn.Module, wish: bool | str | Sequence[str], compiled: bool) -> None:
@@ -58,20 +64,22 @@ def _called(forward: Any, named: Mapping[str, Any], *args: Any) -> Any:
     return forward(*args, **named)
 
 
-def compile_model(model: nn.Module, trainer: TrainerSettings) -> None:
+def compile_model(task: Task, trainer: TrainerSettings) -> None:
     """Have calls of the model compiled, or the forward passes of its blocks: of blocks that are alike once.
 
     Raises:
         RequestError: there is no such block.
     """
     # Their functions run in hooks of the model.
-    compile_nothing_of("ddp_recipes._compat", "ddp_recipes.strategies", "ddp_recipes.tasks.written")
+    compile_nothing_of(
+        "ddp_recipes._compat", "ddp_recipes.runtime", "ddp_recipes.strategies", "ddp_recipes.tasks.written"
+    )
     mode = trainer.compile if isinstance(trainer.compile, str) else None
-    if not trainer.compile_blocks:
-        model.compile(mode=mode, dynamic=trainer.compile_dynamic)
-        return
-    for name in chosen(model, trainer.compile_blocks, "trainer.compile_blocks"):
-        block = model.get_submodule(name)
+    blocks = chosen(task.model, trainer.compile_blocks, "trainer.compile_blocks") if trainer.compile_blocks else []
+    for each in [] if blocks else task.called:
+        each.compile(mode=mode, dynamic=trainer.compile_dynamic)
+    for name in blocks:
+        block = task.model.get_submodule(name)
         kind: Any = type(block)
         block.__class__ = _compiled(kind, mode, trainer.compile_dynamic)
 
@@ -81,6 +89,30 @@ def _compiled(base: Any, mode: str | None, dynamic: bool | None) -> Any:
     """Return the class with a compiled ``forward``; the hooks around it, as of FSDP2, would break its graph."""
     forward = torch.compile(base.forward, mode=mode, dynamic=dynamic)
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+
+
+class Compiles(RunHooks):
+    """Warns, after the first step, where nothing was compiled in it."""
+
+    _before = 0
+
+    def on_step_start(self, run: Run) -> None:
+        """Count."""
+        self._before = graphs_compiled()
+
+    def on_update(self, run: Run) -> None:
+        """Count after it, and never again."""
+        run.hooks = [hook for hook in run.hooks if hook is not self]
+        if graphs_compiled() > self._before or not run.train.shards:
+            return
+        kind, parts = type(run.task.model).__name__, [name for name, _ in run.task.model.named_children()]
+        log.warning(
+            "trainer.compile=%s has compiled nothing in the first step: it does not call %s itself, or torch's "
+            "compiler is turned off. Name the parts that it calls: trainer.compile_blocks=[%s].",
+            str(run.trainer.compile).lower(),
+            kind,
+            ",".join(parts),
+        )
 
 
 def _contexts(block: nn.Module) -> tuple[Any, Any]:

@@ -74,7 +74,7 @@ def make_task(
     Args:
         loader: gives a sample to try a split out on; ``None`` where no data are read: then nothing is split.
         step: the task's method to try out.
-        trainer: says in what precision the model is, how it lies in memory, and whether to compile it where it runs.
+        trainer: says in what precision the model is, and how it lies in memory.
         times: returns on every rank what a function measures on rank 0.
 
     Raises:
@@ -107,8 +107,6 @@ def make_task(
         _place(built, devices.own[0])
     if settings.freeze:
         extra("model.freeze")(model, settings.freeze)
-    if trainer.compile and devices.layout is None:
-        extra("trainer.compile")(model, trainer)
     return built
 
 

@@ -129,6 +129,8 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     )
     if recipe.built.flops is not None or recipe.built.counts_first_step:
         extra("operations of a run")(run, recipe)
+    if run.trainer.compile and recipe.world.is_main:
+        run.hooks = [*run.hooks, extra("what is compiled in a step")()]
     if strategy.settings.exchanges(recipe.world):
         run.hooks = [*run.hooks, Trained(run)]
     for callback in run.callbacks.values():

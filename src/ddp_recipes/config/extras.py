@@ -26,6 +26,7 @@ _HOMES = BEFORE_CONFIG | {  # by what is to be done in place of training, or by 
     "optimizer.groups": "ddp_recipes.build.parameters:optimizer_of_groups",
     "model.activation_checkpointing": "ddp_recipes.build.blocks:recompute",
     "trainer.compile": "ddp_recipes.build.blocks:compile_model",
+    "what is compiled in a step": "ddp_recipes.build.blocks:Compiles",
     "data.datamodule": "ddp_recipes.build.dataloaders:by_name",
     "a DataLoader of the task": "ddp_recipes.build.dataloaders:source_of",
     "an IterableDataset": "ddp_recipes.build.iterables:iterable_loader",

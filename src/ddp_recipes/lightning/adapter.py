@@ -28,6 +28,7 @@ from ddp_recipes.lightning.update import Summed
 from ddp_recipes.lightning.views import InShards
 from ddp_recipes.runtime.tensors import keeping_ties
 from ddp_recipes.tasks import OwnOptimizers, RunContext, StepOutput, Task
+from ddp_recipes.tasks.blocks import is_called
 from ddp_recipes.tasks.task import Modes
 from ddp_recipes.training.state import Run, Update
 from ddp_recipes.training.update import MicroBatch
@@ -201,6 +202,11 @@ class LightningTask(Task):
     def callbacks(self) -> dict[str, Callback]:
         """Return what calls the module's hooks."""
         return {"task": self.events, **self.configured}
+
+    @property
+    def called(self) -> list[nn.Module]:
+        """The module, and the parts of it: its steps may call either."""
+        return [self.model, *_parts(self.model)]
 
     def configure_optimizers(self) -> OwnOptimizers | None:
         """Return what the module configures; ``None`` without that."""
@@ -488,6 +494,15 @@ class LightningTask(Task):
             elif transfers and self.moves_batches and is_accelerator(device):
                 batch = to_device(batch, device, any(loader.pin_memory for loader in context.loaders.values()))
         return batch
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the parts of a module that have parameters, of lists of modules their elements; no metrics, no scripts."""
+    for each in module.children():
+        if not is_called(each):
+            yield from _parts(each)
+        elif next(each.parameters(), None) is not None and not isinstance(each, torch.jit.ScriptModule):
+            yield from [] if metrics_in(each) else [each]
 
 
 def _items(output: Any) -> Any:

@@ -424,6 +424,11 @@ class Task(nn.Module):
         """Take what :meth:`checkpoint` returned from a checkpoint that training goes on from."""
 
     @property
+    def called(self) -> Sequence[nn.Module]:
+        """The modules that its steps call, as far as it knows them: those that ``trainer.compile`` has compiled."""
+        return [self.model]
+
+    @property
     def stateful_metrics(self) -> dict[str, Any]:
         """Metrics that accumulate over the data set and over ranks by themselves (torchmetrics)."""
         return {name: metric for name, metric in self.metrics.items() if is_stateful(metric)}
