@@ -12,7 +12,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -162,6 +162,25 @@ class Compiled(Toy):
         if not torch.compiler.is_compiling():
             raise RuntimeError("this runs as it is written, and not compiled")
         return super().forward(inputs)
+
+
+class Widths(nn.Sequential):
+    """Has blocks of one class, each of another width, which are to run compiled."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        widths = [in_features, *range(hidden_features, hidden_features + 5)]
+        super().__init__(*(Compiled(one, 4, other) for one, other in pairwise([*widths, out_features])))
+
+
+class Sizes(nn.Module):
+    """Calls a block, which is to run compiled, on batches of many sizes."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__()
+        self.block = Compiled(in_features, hidden_features, out_features)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.cat([self.block(inputs[:size]) for size in range(2, 12)])[-len(inputs) :]
 
 
 class Steps(nn.Module):

@@ -81,10 +81,12 @@ def test_every_batch_of_several_ranks_runs_compiled(strategy: str, run: Run) -> 
 @pytest.mark.parametrize(
     "overrides",
     [
+        "model._target_=own_parts.Widths trainer.compile_blocks=true",
+        "model._target_=own_parts.Sizes trainer.compile_blocks=block trainer.compile_dynamic=false data.batch_size=11",
         "model._target_=own_parts.Steps task=lightning",
         "model._target_=own_parts.Steps task=lightning trainer.compile_blocks=nets.*",
     ],
-    ids=["parts that steps call", "blocks that steps call"],
+    ids=["blocks of many widths", "many sizes", "parts that steps call", "blocks that steps call"],
 )
 def test_all_that_is_to_run_compiled_does(overrides: str, run: Run) -> None:
     """In its validation on trial, in steps, and in a validation, the last batch of each being smaller."""
@@ -106,6 +108,14 @@ def test_a_run_before_in_the_process_is_of_no_consequence(run: Run) -> None:
     """Jobs of a sweep by torchrun or Slurm share one; batch norms show which sizes there were before."""
     of_7, of_5, again = (run(*NORM, "strategy=single", f"data.batch_size={size}") for size in (7, 5, 7))
     assert of_7["weights_sha256"] == again["weights_sha256"] != of_5["weights_sha256"]
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_uneven_shards_have_the_same_bits_on_any_number_of_ranks(run: Run) -> None:
+    uneven = ["strategy=ddp_exact", "strategy.shards=3", "data.global_batch_size=20"]
+    alone, spread = (run(*NORM, *uneven, world_size=size) for size in (1, 3))
+    assert spread["weights_sha256"] == alone["weights_sha256"]
 
 
 @pytest.mark.parametrize(

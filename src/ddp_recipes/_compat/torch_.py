@@ -56,7 +56,7 @@ class OnCollective(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether what runs within is compiled all the same, which torch otherwise leaves out without a word."""
+        """Whether what runs within is compiled all the same, which torch leaves out otherwise."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -168,6 +168,20 @@ def forget_compiled() -> None:
     """Have torch compile as in a new process: what it compiled before was for other models, of other sizes."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
+
+
+def allow_recompiles(modules: int | None) -> None:
+    """Have a function that several modules share compiled as often as torch allows for one of them: 8 times for each.
+
+    It runs as it is written from then on, and other functions do not.
+
+    Args:
+        modules: how many share it at most; ``None``: it may be compiled as often as any (256 times).
+    """
+    from torch._dynamo import config
+
+    given, most = config.recompile_limit, config.accumulated_recompile_limit
+    config.recompile_limit = most if modules is None else max(given, min(8 * modules, most))
 
 
 def graphs_compiled() -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ddp_recipes._compat.torch_ import compile_nothing_of, graphs_compiled
+from ddp_recipes._compat.torch_ import allow_recompiles, compile_nothing_of, graphs_compiled
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks import Task
@@ -64,8 +64,12 @@ def _called(forward: Any, named: Mapping[str, Any], *args: Any) -> Any:
     return forward(*args, **named)
 
 
-def compile_model(task: Task, trainer: TrainerSettings) -> None:
+def compile_model(task: Task, trainer: TrainerSettings, exact: bool) -> None:
     """Have calls of the model compiled, or the forward passes of its blocks: of blocks that are alike once.
+
+    Args:
+        exact: whether bits may depend on nothing that a rank has computed before, so that each size of batches is
+            compiled by itself, unless ``trainer.compile_dynamic`` says otherwise.
 
     Raises:
         RequestError: there is no such block.
@@ -75,13 +79,15 @@ def compile_model(task: Task, trainer: TrainerSettings) -> None:
         "ddp_recipes._compat", "ddp_recipes.runtime", "ddp_recipes.strategies", "ddp_recipes.tasks.written"
     )
     mode = trainer.compile if isinstance(trainer.compile, str) else None
+    dynamic = False if exact and trainer.compile_dynamic is None else trainer.compile_dynamic
     blocks = chosen(task.model, trainer.compile_blocks, "trainer.compile_blocks") if trainer.compile_blocks else []
+    allow_recompiles(None if dynamic is False else len(blocks or task.called))
     for each in [] if blocks else task.called:
-        each.compile(mode=mode, dynamic=trainer.compile_dynamic)
+        each.compile(mode=mode, dynamic=dynamic)
     for name in blocks:
         block = task.model.get_submodule(name)
         kind: Any = type(block)
-        block.__class__ = _compiled(kind, mode, trainer.compile_dynamic)
+        block.__class__ = _compiled(kind, mode, dynamic)
 
 
 @cache
