@@ -223,6 +223,17 @@ _ADVICE |= {
     ),
 }
 
+_ADVICE |= {
+    r"InvalidCxxCompiler": (
+        "trainer.compile has C++ compiled, and there is no compiler for it. Install g++ or clang, name yours in the "
+        "environment (CXX), or leave trainer.compile false."
+    ),
+    r"TORCHDYNAMO_VERBOSE": (
+        "torch's compiler met this. With trainer.compile=false the model runs as it is written: what it does wrong has "
+        "an error of its own then, and what is wrong with the compiler is left out."
+    ),
+}
+
 
 def add_advice(error: BaseException, config: Mapping[str, Any]) -> None:
     """Add a line on what to change to an error, where it is of a kind that users meet."""

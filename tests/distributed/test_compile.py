@@ -1,5 +1,6 @@
 """``trainer.compile``: what is compiled learns the same, under the same names, and blocks are compiled once."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -100,6 +101,24 @@ def test_a_step_that_compiles_nothing_is_told_of(run: Run, tmp_path: Path) -> No
     run("task._target_=own_parts.OfParts", "trainer.compile=true", "trainer.max_steps=2", directory=tmp_path)
     expected = "nothing in the first step: it does not call Toy itself, .* trainer.compile_blocks=\\[net1,relu,net2\\]"
     assert len(re.findall(expected, (tmp_path / "train.log").read_text())) == 1
+
+
+@pytest.mark.slow
+def test_what_fails_while_torch_compiles_ends_with_what_to_change(run: Run, tmp_path: Path) -> None:
+    overrides = ["trainer.compile=true", "model.in_features=9", "trainer.num_sanity_val_steps=0"]
+    with pytest.raises(RuntimeError, match="same reduction dim"):
+        run(*overrides, directory=tmp_path)
+    assert "With trainer.compile=false" in json.loads((tmp_path / "summary.json").read_text())["error"]
+
+
+@pytest.mark.slow
+def test_where_there_is_no_compiler_it_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import config
+
+    monkeypatch.setattr(config.cpp, "cxx", (None, str(tmp_path / "none")))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    with pytest.raises(RuntimeError, match="Install g\\+\\+ or clang"):
+        run("trainer.compile=true")
 
 
 @pytest.mark.slow
