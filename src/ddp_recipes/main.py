@@ -3,7 +3,7 @@
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_stack
@@ -115,13 +115,7 @@ def run(
     _refuse_within_an_import()
     _current_folder()
     composed = _composed(request, directory)
-    supervises = composed is None and "launcher=nodes" in request  # a node's one task, which Slurm may have started
-    if supervises and "TORCHELASTIC_RUN_ID" in os.environ:
-        raise RequestError(
-            "launcher=nodes starts the ranks of its node by itself, and this process is one that torchrun started. "
-            "Start train.py once on each node without torchrun, or leave launcher=nodes out."
-        )
-    world = None if supervises else environment.join(os.environ)
+    world = None if composed is None and _supervises(request) else environment.join(os.environ)
     if world is not None:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as the local launcher does
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -150,6 +144,22 @@ def run(
         raise
     finally:
         controller.close(status)
+
+
+def _supervises(request: Collection[str]) -> bool:
+    """Whether this process starts the ranks of a node, whose one task Slurm may have started.
+
+    Raises:
+        RequestError: torchrun has started it.
+    """
+    if "launcher=nodes" not in request:
+        return False
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise RequestError(
+            "launcher=nodes starts the ranks of its node by itself, and this process is one that torchrun started. "
+            "Start train.py once on each node without torchrun, or leave launcher=nodes out."
+        )
+    return True
 
 
 def _composed(request: Any, directory: str | Path | None) -> DictConfig | None:

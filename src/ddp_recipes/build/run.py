@@ -127,12 +127,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         callbacks={**task.callbacks(), **_switches(task, optimizers), **recipe.callbacks},
         hooks=[PythonState()] if recipe.world.is_main else [],
     )
-    if recipe.built.flops is not None or recipe.built.counts_first_step:
-        extra("operations of a run")(run, recipe)
-    if run.trainer.compile and recipe.world.is_main:
-        run.hooks = [*run.hooks, extra("what is compiled in a step")()]
-    if strategy.settings.exchanges(recipe.world):
-        run.hooks = [*run.hooks, Trained(run)]
+    _add_hooks(run, recipe)
     for callback in run.callbacks.values():
         callback.run = run
     if recipe.state is not None:
@@ -141,6 +136,16 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     task.enter_training()
     recipe.warnings.extend(_in_eval_mode(task))
     return run
+
+
+def _add_hooks(run: Run, recipe: Recipe) -> None:
+    """Have what the request names look at the run's steps."""
+    if recipe.built.flops is not None or recipe.built.counts_first_step:
+        extra("operations of a run")(run, recipe)
+    if run.trainer.compile and recipe.world.is_main:
+        run.hooks = [*run.hooks, extra("what is compiled in a step")()]
+    if run.strategy.settings.exchanges(recipe.world):
+        run.hooks = [*run.hooks, Trained(run)]
 
 
 def _optimizers_and_schedules(recipe: Recipe) -> tuple[Sequence[torch.optim.Optimizer], Sequence[Schedule]]:
