@@ -68,13 +68,21 @@ def test_compiled_blocks_resume_exactly_and_are_dealt(run: Run, tmp_path: Path) 
 @pytest.mark.slow
 @needs_a_compiler
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "ddp_exact strategy.shards=2", "fsdp strategy.shards=2 strategy.wrap=[net1,net2]"]
+    "strategy",
+    [
+        "ddp",
+        "ddp_exact strategy.shards=2",
+        "fsdp strategy.shards=2 strategy.wrap=[net1,net2]",
+        "fsdp model._target_=own_parts.Widths",
+        "parameter_server",
+    ],
 )
-def test_every_batch_of_several_ranks_runs_compiled(strategy: str, run: Run) -> None:
+def test_every_batch_of_several_ranks_runs_compiled(strategy: str, run: Run, tmp_path: Path) -> None:
     """While we look at a step's collectives, too: in the first ones, and where batches are uneven."""
     uneven = ["data.global_batch_size=12", "data.num_samples=45", "data.val_samples=21", "data.val_batch_size=6"]
     overrides = ["model._target_=own_parts.Compiled", "trainer.compile=true", f"strategy={strategy}", *uneven]
-    assert run(*" ".join(overrides).split(), world_size=2)["status"] == "finished"
+    run(*" ".join(overrides).split(), world_size=2, directory=tmp_path)
+    assert "compiled nothing" not in (tmp_path / "train.log").read_text()
 
 
 @pytest.mark.slow
@@ -115,10 +123,10 @@ def test_what_fails_while_torch_compiles_ends_with_what_to_change(run: Run, tmp_
 def test_where_there_is_no_compiler_it_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config
 
-    monkeypatch.setattr(config.cpp, "cxx", (None, str(tmp_path / "none")))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(RuntimeError, match="Install g\\+\\+ or clang"):
-        run("trainer.compile=true")
+    absent = (None, str(tmp_path / "none"))
+    with config.patch({"cpp.cxx": absent}), pytest.raises(RuntimeError, match="Install g\\+\\+ or clang"):
+        run("trainer.compile=true", warm=False)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_recipes._compat.torch_ import allow_recompiles, compile_nothing_of, graphs_compiled
+from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks import Task
@@ -64,12 +65,11 @@ def _called(forward: Any, named: Mapping[str, Any], *args: Any) -> Any:
     return forward(*args, **named)
 
 
-def compile_model(task: Task, trainer: TrainerSettings, exact: bool) -> None:
+def compile_model(task: Task, trainer: TrainerSettings, strategy: StrategySettings) -> None:
     """Have calls of the model compiled, or the forward passes of its blocks: of blocks that are alike once.
 
-    Args:
-        exact: whether bits may depend on nothing that a rank has computed before, so that each size of batches is
-            compiled by itself, unless ``trainer.compile_dynamic`` says otherwise.
+    Where ``trainer.compile_dynamic`` leaves it open, and the bits may not depend on which shards a rank has computed
+    before, each size of batches is compiled by itself.
 
     Raises:
         RequestError: there is no such block.
@@ -79,9 +79,11 @@ def compile_model(task: Task, trainer: TrainerSettings, exact: bool) -> None:
         "ddp_recipes._compat", "ddp_recipes.runtime", "ddp_recipes.strategies", "ddp_recipes.tasks.written"
     )
     mode = trainer.compile if isinstance(trainer.compile, str) else None
+    exact = strategy.fixed_shards is not None
     dynamic = False if exact and trainer.compile_dynamic is None else trainer.compile_dynamic
     blocks = chosen(task.model, trainer.compile_blocks, "trainer.compile_blocks") if trainer.compile_blocks else []
-    allow_recompiles(None if dynamic is False else len(blocks or task.called))
+    by_hooks = [*task.model.modules()] if strategy.kind == "sharded" else []  # where its hooks cut a model's graph
+    allow_recompiles(None if dynamic is False else len(blocks or by_hooks or task.called))
     for each in [] if blocks else task.called:
         each.compile(mode=mode, dynamic=dynamic)
     for name in blocks:
@@ -100,16 +102,17 @@ def _compiled(base: Any, mode: str | None, dynamic: bool | None) -> Any:
 class Compiles(RunHooks):
     """Warns, after the first step, where nothing was compiled in it."""
 
-    _before = 0
+    _before, _has_samples = 0, False
 
     def on_step_start(self, run: Run) -> None:
-        """Count."""
+        """Count, and see whether this rank has any sample: a server has none."""
         self._before = graphs_compiled()
+        self._has_samples = any(run.train.plan.size(run.cursor.batch, shard) for shard in run.train.shards)
 
     def on_update(self, run: Run) -> None:
         """Count after it, and never again."""
         run.hooks = [hook for hook in run.hooks if hook is not self]
-        if graphs_compiled() > self._before or not run.train.shards:
+        if graphs_compiled() > self._before or not self._has_samples:
             return
         kind, parts = type(run.task.model).__name__, [name for name, _ in run.task.model.named_children()]
         log.warning(

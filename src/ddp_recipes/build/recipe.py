@@ -211,7 +211,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     refuse_sparse(built.task, devices.world.world_size)
     strategy.check(built.task, devices.requested)  # of a module that may have made its layers only now
     if trainer.compile and devices.layout is None:
-        extra("trainer.compile")(built.task, trainer, exact=request.strategy.fixed_shards is not None)
+        extra("trainer.compile")(built.task, trainer, request.strategy)
     if "datamodule" in config["data"]:
         loaders |= loading.loaders(own=built.task.dataloaders(mode))
     leave_to(built.task, loaders, mode)
