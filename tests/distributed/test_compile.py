@@ -155,6 +155,7 @@ def test_uneven_shards_have_the_same_bits_on_any_number_of_ranks(run: Run) -> No
         (["trainer.compile=true", "trainer.compile_blocks=net3"], r"compile_blocks: net3 matches no module"),
         (["trainer.compile=max-autotune", "trainer.deterministic=true"], r"picks kernels by what they take"),
         (["trainer.compile=true", "strategy=dp"], r"trainer\.compile=true does not go with strategy=dp"),
+        (["trainer.compile=true", "strategy=ddp", "strategy.bucket_cap_mb=0.5"], r"=true: there torch takes 1 or more"),
         (["trainer.compile=default", "strategy=ddp_pipeline"], r"trainer\.compile=default does not go with"),
         (
             ["model._target_=own_parts.Norm", "model.activation_checkpointing=true", "trainer.compile=true"],

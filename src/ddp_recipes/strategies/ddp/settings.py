@@ -59,7 +59,15 @@ class DDPSettings(StrategySettings):
         return self.comm_hook in ("fp16", "bf16")
 
     def check(self, request: "Request") -> None:
-        """Refuse micro-batches whose statistics would be exchanged, and to compare gradients that are not exchanged."""
+        """Refuse micro-batches whose statistics would be exchanged, to compare gradients that are not, tiny buckets.
+
+        torch compiles a model in parts, a bucket each, the first of which has 1 MB.
+        """
+        if request.trainer.compile and self.bucket_cap_mb is not None and self.bucket_cap_mb < 1:
+            raise RequestError(
+                f"strategy.bucket_cap_mb={self.bucket_cap_mb:g} does not go with trainer.compile="
+                f"{str(request.trainer.compile).lower()}: there torch takes 1 or more. Leave out one of them."
+            )
         if request.run.check is not None and self.comm_hook == "powersgd":
             raise RequestError(
                 f"check={request.run.check} compares gradients, and strategy.comm_hook=powersgd exchanges "
