@@ -201,6 +201,16 @@ class Steps(nn.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Anew(Toy):
+    """Has another number in each pass, for which it is compiled anew."""
+
+    passes = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes += 1
+        return super().forward(inputs) * (1 + 1 / self.passes)
+
+
 class OfParts(Task):
     """Calls parts of the model in training, and not itself."""
 

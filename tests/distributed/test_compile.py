@@ -105,10 +105,25 @@ def test_all_that_is_to_run_compiled_does(overrides: str, run: Run) -> None:
 
 @pytest.mark.slow
 @needs_a_compiler
-def test_a_step_that_compiles_nothing_is_told_of(run: Run, tmp_path: Path) -> None:
-    run("task._target_=own_parts.OfParts", "trainer.compile=true", "trainer.max_steps=2", directory=tmp_path)
-    expected = "nothing in the first step: it does not call Toy itself, .* trainer.compile_blocks=\\[net1,relu,net2\\]"
-    assert len(re.findall(expected, (tmp_path / "train.log").read_text())) == 1
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        (
+            "task._target_=own_parts.OfParts trainer.max_steps=2",
+            r"nothing in the first step: it does not call Toy itself, .* trainer\.compile_blocks=\[net1,relu,net2\]",
+        ),
+        (
+            "model._target_=own_parts.Anew trainer.compile_dynamic=false trainer.max_steps=10",
+            r"something in 8 steps so far, .* trainer\.compile_dynamic=true",
+        ),
+    ],
+    ids=["nothing", "in each step"],
+)
+def test_steps_that_compile_nothing_or_all_the_time_are_told_of(
+    overrides: str, warning: str, run: Run, tmp_path: Path
+) -> None:
+    run("trainer.compile=true", "data.val=null", *overrides.split(), directory=tmp_path)
+    assert len(re.findall(warning, (tmp_path / "train.log").read_text())) == 1
 
 
 @pytest.mark.slow

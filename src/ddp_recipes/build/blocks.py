@@ -19,6 +19,8 @@ from ddp_recipes.tasks.blocks import chosen, on_copies
 from ddp_recipes.training.hooks import RunHooks
 from ddp_recipes.training.state import Run
 
+_MANY = 8  # steps; else the first ones have something to compile, and those of an epoch's last batch
+
 log = logging.getLogger(__name__)
 
 
@@ -100,28 +102,41 @@ def _compiled(base: Any, mode: str | None, dynamic: bool | None) -> Any:
 
 
 class Compiles(RunHooks):
-    """Warns, after the first step, where nothing was compiled in it."""
+    """Warns where the first step has nothing compiled, or where one step after the other has something."""
 
-    _before, _has_samples = 0, False
+    _before, _compiling = 0, 0
 
     def on_step_start(self, run: Run) -> None:
-        """Count, and see whether this rank has any sample: a server has none."""
+        """Count graphs."""
         self._before = graphs_compiled()
-        self._has_samples = any(run.train.plan.size(run.cursor.batch, shard) for shard in run.train.shards)
 
     def on_update(self, run: Run) -> None:
-        """Count after it, and never again."""
+        """Count those of the step."""
+        if graphs_compiled() > self._before:
+            self._compiling += 1
+            if self._compiling == _MANY:
+                self._warn(
+                    run,
+                    f"has compiled something in {_MANY} steps so far, mostly for other sizes of batches. Set "
+                    f"trainer.compile_dynamic=true for all at once; TORCH_LOGS=recompiles (environment) shows reasons",
+                )
+        elif not self._compiling and _has_samples(run):
+            parts = ",".join(name for name, _ in run.task.model.named_children())
+            self._warn(
+                run,
+                f"has compiled nothing in the first step: it does not call {type(run.task.model).__name__} itself, or "
+                f"torch's compiler is turned off. Name the parts that it calls: trainer.compile_blocks=[{parts}]",
+            )
+
+    def _warn(self, run: Run, text: str) -> None:
+        log.warning("trainer.compile=%s %s.", str(run.trainer.compile).lower(), text)
         run.hooks = [hook for hook in run.hooks if hook is not self]
-        if graphs_compiled() > self._before or not self._has_samples:
-            return
-        kind, parts = type(run.task.model).__name__, [name for name, _ in run.task.model.named_children()]
-        log.warning(
-            "trainer.compile=%s has compiled nothing in the first step: it does not call %s itself, or torch's "
-            "compiler is turned off. Name the parts that it calls: trainer.compile_blocks=[%s].",
-            str(run.trainer.compile).lower(),
-            kind,
-            ",".join(parts),
-        )
+
+
+def _has_samples(run: Run) -> bool:
+    """Whether this rank had a sample in the step that was taken; a server of parameters has none."""
+    assert run.unfinished is not None
+    return any(run.train.plan.size(run.unfinished.batch, shard) for shard in run.train.shards)
 
 
 def _contexts(block: nn.Module) -> tuple[Any, Any]:
