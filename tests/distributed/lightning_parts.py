@@ -567,6 +567,15 @@ class Exchanges(Lit):
         super().validation_step(batch, batch_idx)
 
 
+class TellsStart(Lit):
+    """Writes down what its trainer says that the run starts from."""
+
+    def on_fit_start(self) -> None:
+        Path(self.trainer.default_root_dir, f"start_{self.trainer.global_rank}").write_text(str(self.trainer.ckpt_path))
+        with pytest.raises(RequestError, match=r"sets trainer.ckpt_path=x, .* Set it in the config: ckpt_path\."):
+            self.trainer.ckpt_path = "x"
+
+
 class Saves(Lit):
     """Saves checkpoints of its own: in a validation, after it, and at the end."""
 

@@ -15,7 +15,7 @@ from ddp_recipes.lightning.events import refuse_callback
 from ddp_recipes.lightning.trainer import Trainer
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.world import World
-from helpers.marks import quick_each
+from helpers.marks import at_night, quick_each
 from helpers.ranks import run_recipe
 
 Run = Callable[..., Summary]
@@ -507,6 +507,17 @@ def test_what_module_and_callbacks_keep_is_there_after_a_resume(tmp_path: Path, 
     assert (tmp_path / "counted").read_text() == f"{resumed['global_step']} steps of {resumed['global_step']}"
     kept = torch.load(whole["last_checkpoint"], weights_only=True)
     assert kept["state_dict"].keys() == kept["model"].keys()
+
+
+@pytest.mark.parametrize("world_size", [1, *at_night(2)])
+def test_a_module_is_told_which_checkpoint_the_run_starts_from(world_size: int, tmp_path: Path, run: Run) -> None:
+    model, both = [*part("TellsStart"), "ckpt_path=auto"], tmp_path / "both"
+    run(*model, world_size=world_size, directory=both)
+    assert (both / "start_0").read_text() == "None"
+    newest = max((both / "checkpoints").glob("step_*.pt"))
+    run(*model, "trainer.max_epochs=3", world_size=world_size, directory=both)
+    for rank in range(world_size):
+        assert (both / f"start_{rank}").read_text() == str(newest)
 
 
 def test_weights_that_a_module_leaves_out_of_its_state_are_there_after_a_resume(tmp_path: Path, run: Run) -> None:

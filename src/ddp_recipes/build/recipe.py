@@ -1,6 +1,7 @@
 """The objects of one run on one rank; the other modules of this folder make them, with plain arguments."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from ddp_recipes.build.model import BuiltTask, convert, make_task, refuse_lazy, 
 from ddp_recipes.build.observers import logger_sections, make_callbacks, uncalled
 from ddp_recipes.build.resume import start_of
 from ddp_recipes.callbacks import Callback
-from ddp_recipes.checkpointing.files import State
+from ddp_recipes.checkpointing.files import State, find
 from ddp_recipes.config.extras import extra
 from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings, check_measured, resolved
@@ -295,6 +296,9 @@ def attach(
     trainer = request.trainer.effective()
     node = job.config["data"].get("datamodule") or {}
     loggers = logger_sections(job.config, check=False)
+    checkpoints: Sequence[Path] = ()
+    with suppress(RequestError):  # it is refused later, unless this rank takes the place of a lost one
+        checkpoints = find(request.run.ckpt_path, job.directory)
     task.attach(
         RunContext(
             mode=request.run.mode,
@@ -310,6 +314,7 @@ def attach(
             datamodule=make(node, "data.datamodule") if node.get("_target_") else None,
             brings_data="datamodule" in job.config["data"],
             loggers=[str(each["_target_"]).rpartition(".")[2] for each in loggers.values()],
+            ckpt_path=next(map(str, checkpoints), None),
         )
     )
     if request.strategy.exchanges(devices.world):

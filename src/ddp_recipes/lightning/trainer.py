@@ -79,10 +79,11 @@ class Trainer:
         raise unavailable("trainer", name, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith(_KEYS):
+        if name.startswith(_KEYS) or name == "ckpt_path":
+            key = name if name == "ckpt_path" else f"trainer.{name}"
             raise RequestError(
                 f"{type(self._task.model).__name__} or a callback sets trainer.{name}={value}, which would change "
-                f"nothing by now. Set it in the config: trainer.{name}."
+                f"nothing by now. Set it in the config: {key}."
             )
         super().__setattr__(name, value)
 
@@ -98,6 +99,7 @@ class Trainer:
     current_epoch = property(attrgetter("epoch"))
     accumulate_grad_batches = property(attrgetter("_settings.accumulate_grad_batches"))
     precision = property(attrgetter("run_context.trainer.precision"))
+    ckpt_path = property(attrgetter("run_context.ckpt_path"))
 
     @property
     def global_step(self) -> int:

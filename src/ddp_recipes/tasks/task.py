@@ -40,6 +40,7 @@ class RunContext:
         datamodule: what the config gives as ``data.datamodule``.
         brings_data: whether the data are those of the task or its data module.
         loggers: names of the classes of the run's loggers, also on a rank that has none.
+        ckpt_path: the checkpoint that the run starts from, the newest of those it may be; ``None`` without one.
     """
 
     mode: str
@@ -55,6 +56,7 @@ class RunContext:
     datamodule: Any = None
     brings_data: bool = False
     loggers: Sequence[str] = ()
+    ckpt_path: str | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RunContext:
         """Return the context itself: a copy of a task is tried out in the same run, whose data are not copied."""
