@@ -102,6 +102,27 @@ def test_a_model_that_brings_its_loss_learns_as_in_a_plain_loop(run: Run) -> Non
     assert torch.load(Path(predicted["run_directory"]) / "predictions.pt").shape == (21, 3)
 
 
+LLAMA = {
+    "_target_": "transformers.LlamaForSequenceClassification",
+    "config": {
+        "_target_": "transformers.LlamaConfig",
+        **{name: value for name, value in hugging_face.SMALL.items() if "dropout" not in name},
+        "num_labels": 3,
+        "pad_token_id": 0,
+        "attn_implementation": "eager",
+    },
+}
+
+
+@pytest.mark.slow
+def test_a_classifier_of_texts_learns_in_a_pipeline_what_it_does_in_one_process(run: Run) -> None:
+    """Its collator makes a mapping that is no dict."""
+    one = run(*TEXTS, *own("model", **LLAMA))
+    two = run(*TEXTS, *own("model", **LLAMA), "strategy=ddp_pipeline", world_size=2)
+    assert losses_of(two) == pytest.approx(losses_of(one), rel=1e-4)
+    assert two["metrics"]["val/accuracy"] == pytest.approx(one["metrics"]["val/accuracy"], rel=1e-9)
+
+
 @pytest.mark.slow
 def test_what_the_task_cannot_find_is_refused(run: Run) -> None:
     for key, message in {

@@ -7,7 +7,7 @@ from ddp_recipes.build.devices import Devices
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import ModelSettings
 from ddp_recipes.data.loader import Loader
-from ddp_recipes.model_parallel import DryRun, apart, split_model, timed
+from ddp_recipes.model_parallel import DryRun, apart, as_dict, split_model, timed
 from ddp_recipes.reporting.figures.split import leave_split
 from ddp_recipes.training.precision import Precision
 
@@ -35,7 +35,7 @@ def split(
     Raises:
         RequestError: the model cannot be cut so.
     """
-    dry_run = DryRun(built.task, step, loader.sample, loader.plan.size(0, 0))
+    dry_run = DryRun(built.task, step, lambda size: as_dict(loader.sample(size)), loader.plan.size(0, 0))
     names = [str(name) for name in settings.split] if isinstance(settings.split, list) else None
     if settings.split == "timed" and devices.layout is None:
         dry_run.times = partial(times, partial(timed, dry_run, devices.own[0], precision.forward))

@@ -8,7 +8,7 @@ k devices are done after m + k - 1 turns, each 1 / m of a stage's work, and ther
 The idea is that of GPipe (Huang et al., 2019).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,6 +21,11 @@ from ddp_recipes.tasks.written import Watch
 
 _PLAIN = (bool, int, float, str, type(None))
 _REMEDY = " Use model.micro_batches=1."
+
+
+def as_dict(batch: Any) -> Any:
+    """Return a batch that torch looks into: of mappings it does so of dicts alone, not of a ``BatchEncoding``."""
+    return {**batch} if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
 def micro_batches_of(batch: Any, count: int, whose: str, remedy: str = "") -> tuple[list[Any], list[int]]:

@@ -19,7 +19,7 @@ from ddp_recipes._compat.torch_ import buffers_of, tree_leaves
 from ddp_recipes.devices import random_kept
 from ddp_recipes.errors import RecipeError, chain
 from ddp_recipes.model_parallel.cut import SAME_WAY, Crossing, Cut, Given
-from ddp_recipes.model_parallel.micro_batches import micro_batches_of
+from ddp_recipes.model_parallel.micro_batches import as_dict, micro_batches_of
 from ddp_recipes.model_parallel.placement import META, Conflict, Layout, keep_own
 from ddp_recipes.runtime.seeding import key, restored, seed_step, seeded
 from ddp_recipes.tasks import StepOutput, Task
@@ -98,7 +98,7 @@ class Pipeline:
             The outputs of micro-batches with samples, and their sizes; nothing in a process without the last stage.
         """
         self._step = step
-        self._inputs, self._sizes = micro_batches_of(batch, self.micro_batches, "the data give")
+        self._inputs, self._sizes = micro_batches_of(as_dict(batch), self.micro_batches, "the data give")
         self._weight = weight / sum(self._sizes)
         shapes = [(leaf.shape, leaf.dtype) for leaf in tree_leaves(self._inputs[0]) if isinstance(leaf, Tensor)]
         self._form = (step, self.task.training, *shapes)
