@@ -124,6 +124,19 @@ def test_a_signal_in_a_slow_validation_is_answered_there_and_the_validation_come
     assert [log.count(f"step {step}  val/loss") for step in (10, 20, 30, 40)] == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize(("processes", "number"), [(1, SIGTERM), *at_night((1, SIGHUP), (2, SIGTERM))])
+def test_a_signal_ends_an_evaluation_and_its_summary_says_so(processes: int, number: Signals, folder: Path) -> None:
+    slow = ["model._target_=own_models.SlowToValidate", "+model.sleep_s=0.3", "data.val_samples=2000"]
+    with started(folder, *RUN, *slow, ranks(processes), "mode=validate") as run:
+        until((folder / "validates_0").exists, START_S, "no validation")
+        run.signal(number)
+        ended = run.end(GONE_S)
+    assert ended.status == 130
+    assert f"stopped by {number.name}" in ended.err
+    assert summary(folder / "run")["status"] == "failed"
+    assert f"stopped by {number.name}" in summary(folder / "run")["error"]
+
+
 @pytest.mark.parametrize("workers", [*at_night(0), 2])
 def test_ctrl_z_suspends_all_ranks_for_longer_than_a_collective_may_take(workers: int, folder: Path) -> None:
     timeout_s = patience(4)

@@ -114,11 +114,30 @@ class Survival:
 
 def run_here(job: Job) -> Summary:
     """Run a job as the one rank that it has, in this very process."""
-    with as_rank_0():
+    with as_rank_0(), _interrupted_by_signals():
         with loading():
             from ddp_recipes import rank
 
         return rank.run(job, World(), None)
+
+
+@contextmanager
+def _interrupted_by_signals() -> Iterator[None]:
+    """Raise what Ctrl-C does at the other signals that request a stop, where nothing else takes them."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
+
+    in_main = threading.current_thread() is threading.main_thread()
+    taken = [number for number in ASKS_TO_STOP if in_main and signal.getsignal(number) == signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in taken:
+            if signal.getsignal(number) == interrupt:  # else it is ignored once: the run is at its end
+                signal.signal(number, signal.SIG_DFL)
 
 
 def _supervise(
