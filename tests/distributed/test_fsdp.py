@@ -78,7 +78,7 @@ def test_any_number_of_ranks_and_level_gives_the_bits_of_ddp_exact(
         pytest.param(["model.activation_checkpointing=true"], (1, 4), marks=pytest.mark.slow),
         pytest.param(["callbacks=ema"], (1, 2, 4), marks=pytest.mark.nightly),
         pytest.param(
-            ["trainer.compile=true", "model.layers=1"], (2,), marks=pytest.mark.nightly
+            ["trainer.compile=true", "trainer.compile_blocks=true", "model.layers=1"], (2,), marks=pytest.mark.nightly
         ),  # compiling takes long
     ],
 )
