@@ -211,6 +211,13 @@ class Anew(Toy):
         return super().forward(inputs) * (1 + 1 / self.passes)
 
 
+class Letters(nn.Sequential):
+    """Predicts a byte by the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(256, 4), nn.Linear(4, 256))
+
+
 class OfParts(Task):
     """Calls parts of the model in training, and not itself."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
+from helpers.ranks import run_recipe
 
 # torch's compiler hides it where it is shown, which an error is not.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -124,6 +125,19 @@ def test_steps_that_compile_nothing_or_all_the_time_are_told_of(
 ) -> None:
     run("trainer.compile=true", "data.val=null", *overrides.split(), directory=tmp_path)
     assert len(re.findall(warning, (tmp_path / "train.log").read_text())) == 1
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_text_that_a_model_writes_is_of_no_consequence_to_what_is_compiled(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("to be or not to be, that is the question; " * 9)
+    data = ["data=text", f"data.path={tmp_path / 'words.txt'}", "data.context=16", "data.val_fraction=0.2"]
+    letters = ["model=linear", "model._target_=own_parts.Letters", "~model.in_features", "~model.out_features"]
+    graphs = f"+callbacks.graphs={{_target_: own_parts.Graphs, file: {tmp_path / 'graphs'}}}"
+    writes = ["callbacks=sample_text", "callbacks.sample_text.new_tokens=9", graphs, "logger=none"]
+    compiled = ["trainer.compile=true", "trainer.compile_dynamic=false", "trainer.max_epochs=1", "launcher.device=cpu"]
+    run_recipe([*data, *letters, *writes, *compiled])
+    assert int((tmp_path / "graphs").read_text()) <= 4  # in training and in a validation, two sizes each
 
 
 @pytest.mark.slow

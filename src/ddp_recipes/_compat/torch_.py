@@ -6,7 +6,7 @@ What sees each operation, and tensors without data, is in :mod:`ddp_recipes._com
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -182,6 +182,14 @@ def allow_recompiles(modules: int | None) -> None:
 
     given, most = config.recompile_limit, config.accumulated_recompile_limit
     config.recompile_limit = most if modules is None else max(given, min(8 * modules, most))
+
+
+def as_written() -> AbstractContextManager[None]:
+    """Make a context in which nothing is compiled, nor sizes are learned for what is compiled after it."""
+    if "torch._dynamo" not in sys.modules:  # which the public name loads
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 def graphs_compiled() -> int:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_recipes._compat.torch_ import as_written
 from ddp_recipes.datasets.windows import VOCABULARY, decode
 from ddp_recipes.runtime.seeding import key
 from ddp_recipes.tasks.task import Task
@@ -79,7 +80,8 @@ class LanguageModelingTask(Task):
         context = getattr(self.model, "context", None) or tokens.shape[1] + count
         points = _points(seeds, len(tokens), count).to(tokens.device) if seeds else None
         for number in range(count):
-            logits = self.chosen(self.model(tokens[:, -context:]))[:, -1].float()
+            with as_written():  # else each length would be compiled
+                logits = self.chosen(self.model(tokens[:, -context:]))[:, -1].float()
             if not self.temperature:
                 following = logits.argmax(dim=1, keepdim=True)
             else:
