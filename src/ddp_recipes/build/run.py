@@ -26,7 +26,7 @@ from ddp_recipes.tasks import Schedule, Task
 from ddp_recipes.training.cadence import StopController
 from ddp_recipes.training.clock import make_clock
 from ddp_recipes.training.guards import NonFiniteGuard
-from ddp_recipes.training.hooks import PythonState, Trained
+from ddp_recipes.training.hooks import PythonState, RunHooks, Trained
 from ddp_recipes.training.precision import make_precision
 from ddp_recipes.training.state import Run, restore
 from ddp_recipes.training.update import needs_closure, update
@@ -125,9 +125,12 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         guard=NonFiniteGuard(recipe.world, strategy.sum, recipe.device),
         clock=make_clock(devices[-1]),
         callbacks={**task.callbacks(), **_switches(task, optimizers), **recipe.callbacks},
-        hooks=[PythonState()] if recipe.world.is_main else [],
+        hooks=_watching(recipe) if recipe.world.is_main else [],
     )
-    _add_hooks(run, recipe)
+    if recipe.built.flops is not None or recipe.built.counts_first_step:
+        extra("operations of a run")(run, recipe)
+    if strategy.settings.exchanges(recipe.world):
+        run.hooks = [*run.hooks, Trained(run)]
     for callback in run.callbacks.values():
         callback.run = run
     if recipe.state is not None:
@@ -138,14 +141,9 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     return run
 
 
-def _add_hooks(run: Run, recipe: Recipe) -> None:
-    """Have what the request names look at the run's steps."""
-    if recipe.built.flops is not None or recipe.built.counts_first_step:
-        extra("operations of a run")(run, recipe)
-    if run.trainer.compile and recipe.world.is_main:
-        run.hooks = [*run.hooks, extra("what is compiled in a step")()]
-    if run.strategy.settings.exchanges(recipe.world):
-        run.hooks = [*run.hooks, Trained(run)]
+def _watching(recipe: Recipe) -> list[RunHooks]:
+    """Return what looks at steps in order to log what it finds, as rank 0 does."""
+    return [PythonState(), *([extra("what is compiled in a step")()] if recipe.trainer.compile else [])]
 
 
 def _optimizers_and_schedules(recipe: Recipe) -> tuple[Sequence[torch.optim.Optimizer], Sequence[Schedule]]:
