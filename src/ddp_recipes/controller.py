@@ -41,7 +41,7 @@ from ddp_recipes.reporting.run_directory import (
     remove_empty,
 )
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
-from ddp_recipes.runtime.process import children, die_with_parent, is_running, name_of, set_name
+from ddp_recipes.runtime.process import children, die_with_parent, ignore_broken_pipe, is_running, name_of, set_name
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import ONE_PROCESS
 
@@ -77,6 +77,7 @@ def job_of(sweep: int, number: int) -> Iterator[None]:
     if _stopped is not None:
         raise _stopped
     die_with_parent()
+    ignore_broken_pipe()  # of the sweep's output, as in its own process
     set_name(f"{_JOB}{number}")
     former = signal.signal(signal.SIGTERM, signal.default_int_handler)  # else joblib ends all where one dies of it
     try:

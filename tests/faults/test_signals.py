@@ -281,6 +281,27 @@ def test_a_signal_to_a_sweep_reaches_its_jobs_in_processes_of_their_own(
             stopped_at(folder / "sweep" / job)
 
 
+@pytest.mark.parametrize("launcher", ["devices", *at_night("joblib")])
+def test_a_terminal_that_is_closed_stops_jobs_in_processes_of_their_own_after_checkpoints(
+    launcher: str, folder: Path
+) -> None:
+    """What they print then reaches nobody."""
+    if launcher == "joblib":
+        pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="it is not installed")
+    at_once = {"joblib": "hydra.launcher.n_jobs=2", "devices": "hydra.launcher.slots=2"}[launcher]
+    sweep = ["seed=1,2", "hydra.sweep.dir=sweep", f"hydra/launcher={launcher}", at_once, "trainer.progress=false"]
+    keyboard, screen = pty.openpty()
+    with started(folder, "-m", *DISTURBED, ranks(1), *sweep, terminal=screen) as run:
+        os.close(screen)
+        for job in ("0", "1"):
+            until_saved(run, folder / "sweep" / job)
+        os.close(keyboard)
+        ended = run.end()
+    assert ended.status == 75
+    for job in ("0", "1"):
+        stopped_at(folder / "sweep" / job)
+
+
 @pytest.mark.parametrize("processes", [*at_night(2), 1])
 def test_a_job_of_joblib_that_is_killed_ends_a_sweep_that_says_so(processes: int, folder: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher", reason="it is not installed")

@@ -134,7 +134,7 @@ def ignore_broken_pipe() -> None:
                 os.close(null)
             setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
         stream = getattr(sys, name)
-        if type(stream) is io.TextIOWrapper:
+        if type(stream) is io.TextIOWrapper and type(getattr(stream.buffer, "raw", stream.buffer)) is not _Stream:
             stream.flush()
             raw = _Stream(stream.fileno(), "w", closefd=False)
             kept = {each: getattr(stream, each) for each in ("encoding", "errors", "line_buffering", "write_through")}
