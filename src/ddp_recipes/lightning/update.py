@@ -188,7 +188,8 @@ def manual(task: LightningTask, run: Run, batches: Iterator[Batch], measured: bo
         each = task.begin_batch(each)
         run.strategy.send_buffers(task)
         task.weight = each.weight / run.strategy.divisor
-        with run.precision.forward(), of_rows(run.strategy, run.train, "train", each.batch):
+        # Optimizers step in between, so what autocast has cast for one forward pass is old in the next.
+        with run.precision.forward(cached=False), of_rows(run.strategy, run.train, "train", each.batch):
             loss = task.training_step(each.batch.data).loss
         if loss.dim() == 0:
             losses[0].append((loss.detach(), each.batch.num_samples))

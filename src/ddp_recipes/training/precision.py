@@ -33,8 +33,12 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 class Precision:
     """Of 32 bits throughout, or of what the model has."""
 
-    def forward(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass."""
+    def forward(self, cached: bool = True) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass.
+
+        Args:
+            cached: whether weights that are cast may be kept to its end: they do not change within it.
+        """
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -72,7 +76,7 @@ class Whole(Precision):
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
-    def forward(self) -> AbstractContextManager[Any]:
+    def forward(self, cached: bool = True) -> AbstractContextManager[Any]:
         """Make it the default."""
         return default_dtype(self.dtype)
 
@@ -85,9 +89,9 @@ class BFloat16(Precision):
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
 
-    def forward(self) -> AbstractContextManager[Any]:
+    def forward(self, cached: bool = True) -> AbstractContextManager[Any]:
         """Autocast."""
-        return torch.autocast(self.device_type, self.dtype)
+        return torch.autocast(self.device_type, self.dtype, cache_enabled=cached)
 
 
 class Float16(BFloat16):
