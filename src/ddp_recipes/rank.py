@@ -339,7 +339,8 @@ def foreseen(run: Run, recipe: Recipe) -> Iterator[str]:
             f"{plan.num_samples}. Set data.global_batch_size or data.batch_size, which is for each replica."
         )
     yield from of_device(run, recipe)
-    measured = settings.enabled and settings.save_top_k and run.val and not run.monitor.startswith("train/")
+    of_training = run.monitor.startswith("train/") or (run.task.names_metrics and not run.monitor.startswith("val"))
+    measured = settings.enabled and settings.save_top_k and run.val and not of_training
     if measured and not run.trainer.fast_dev_run and not save_meets_validation(run, recipe.length):
         yield (
             f"There will be no best checkpoint: none is due at a step that is validated, so of none {run.monitor} is "

@@ -272,6 +272,11 @@ class LightningTask(Task):
             return self.batch.samples
         return 1 if self.batch is None else samples_in(self.batch)
 
+    def measures(self, name: str, epoch_is_over: bool) -> bool:
+        """Whether the module logs it in each step, or in this one, which ends an epoch."""
+        log = self.training_log
+        return name in (log.names if epoch_is_over else log.of_steps) or super().measures(name, epoch_is_over)
+
     def end_batch(self) -> None:
         """Say that the batch is over."""
         self.hooks("on_train_batch_end", self.output, self.batch, self.batch_idx)

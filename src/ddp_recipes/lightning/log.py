@@ -201,6 +201,7 @@ class Log:
         self.entries: dict[Key, Entry] = {}
         self.computed: list[Any] = []  # metrics of the epoch that are to be reset
         self.names: set[str] = set()  # all that ever came up
+        self.of_steps: set[str] = set()  # those of them that have a value of each step
         self.unlogged: set[str] = set()  # those that loggers do not get
         self._asked: dict[tuple[str, str], tuple[Any, ...]] = {}  # by hook and name: how it was logged
 
@@ -367,6 +368,7 @@ class Log:
     def _know(self, key: Key, logger: bool) -> None:
         names = {key.plain, key.of_step, key.of_epoch}
         self.names |= names
+        self.of_steps |= {key.plain, key.of_step} if key.on_step else set()
         self.unlogged |= set() if logger else names
 
     def _entry(self, key: Key) -> Entry:

@@ -380,6 +380,11 @@ class Task(nn.Module):
         """Return the task's own optimizers and schedules, or ``None`` to leave both to the config."""
         return None
 
+    def measures(self, name: str, epoch_is_over: bool) -> bool:
+        """Whether training gives this metric a new value with this step."""
+        return name.startswith("train/")
+
+    is_altered = False  # whether the validation under way has other weights, so that it is to end before all is saved
     logged: Collection[str] = ()  # names that the task logs in training itself, which are not logged twice
     unlogged: Collection[str] = ()  # metrics of evaluations that loggers do not get
     weighs = False  # whether batches weigh as much as :meth:`amount` says, not as their samples
