@@ -347,8 +347,9 @@ class LightningTask(Task):
         else:
             self._points = []  # those of an evaluation that was cut off, and is done again
         self.dataloader_idx, self.batch_idx = number, -1
-        for event in ("model_eval", "start", "epoch_start") if number == 0 else ():
-            self.hooks(f"on_{stage}_{event}")
+        if number == 0:
+            events = [f"on_{stage}_{event}" for event in ("model_eval", "start", "epoch_start")]
+            self.is_altered = self.events.alters(lambda: [self.hooks(event) for event in events], events)
 
     def end_evaluation(self, split: str, metrics: dict[str, float]) -> dict[str, float]:
         """Return the metrics together with what was logged for the whole of the evaluation."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import cached_property
@@ -14,6 +14,7 @@ import torch
 
 from ddp_recipes._compat.lightning import as_it_is, is_updated, load_state, metrics_in, state_of
 from ddp_recipes.callbacks import Callback
+from ddp_recipes.devices import sum_dtype
 from ddp_recipes.errors import RequestError
 from ddp_recipes.lightning.hooks import names_in_source
 from ddp_recipes.lightning.log import Values
@@ -203,6 +204,22 @@ class Events(Callback):
         for again in self._before if put_back else ():
             again()
         self._before = []
+
+    def alters(self, call: Callable[[], object], hooks: Sequence[str]) -> bool:
+        """Call hooks; return whether they change weights, as averaged ones that take their place. A collective then."""
+        context = self.task.trainer.run_context
+        if context.mode != "fit" or context.parallelism.kind != "replicated" or not self.task.hooks.listens(*hooks):
+            call()
+            return False
+        before = self._sums()
+        call()
+        anywhere: bool = self.task.trainer.strategy.reduce_boolean_decision(before != self._sums(), all=False)
+        return anywhere
+
+    def _sums(self) -> list[float]:
+        floats = [each.detach() for _, each in _tensors(self.task.model) if each.is_floating_point()]
+        sums = [each.sum(dtype=sum_dtype(each.device)).to(self.run.devices[0]) for each in floats]
+        return torch.stack(sums).tolist() if sums else []
 
     def on_validation_start(self, step: int) -> None:
         """Begin to validate, without the gradients of the last step."""

@@ -155,10 +155,13 @@ def validate(run: Run) -> bool:
         callback.on_validation_start(run.cursor.step)
     matrices: Matrices = {}
     known = run.strategy.moved
+
+    def look(batch: int) -> None:
+        if not run.task.is_altered:
+            run.stop_controller.check_validation(batch)
+
     try:
-        metrics = evaluate(
-            run.task, run.val, run.strategy, run.precision, matrices, run.stop_controller.check_validation
-        )
+        metrics = evaluate(run.task, run.val, run.strategy, run.precision, matrices, look)
     except ValidationStopped:
         _end_validation(run)
         return False
