@@ -111,6 +111,7 @@ class LightningTask(Task):
         """Tell module and callbacks what run they are in, and have them set up."""
         trainer, hooks = self.trainer, self.hooks
         trainer.run_context = context
+        trainer.kept = trainer.kept if context.mode == "fit" else None
         refuse_context(self.model, hooks.own, self.manual, context)
         made = hooks.of_module("configure_callbacks")
         own = [] if made is None else made if isinstance(made, Sequence) else [made]

@@ -112,8 +112,11 @@ class Events(Callback):
             self.task.summed.watch(self.task)
 
     def on_start(self, directory: Path | None, task: torch.nn.Module) -> None:
-        """Begin to train."""
+        """Begin to train, with loggers: they get what was kept for them, but in a run that goes on, which had it."""
         self.begin()
+        kept, self.task.trainer.kept = self.task.trainer.kept or (), None
+        for call in kept if self.run.cursor.step == 0 else ():
+            call()
         self.started = True
         self.task.trainer.epoch = self.run.cursor.epoch
         self.task.hooks("on_train_start")

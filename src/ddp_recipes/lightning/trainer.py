@@ -1,7 +1,7 @@
 """What a module written for Lightning sees as ``self.trainer``."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from operator import attrgetter
@@ -44,6 +44,7 @@ class Trainer:
         epoch: whose batches are being trained on, or were last.
         steps: optimizer steps that the module took itself, by manual optimization.
         stage: ``train``, ``sanity_check``, ``validate``, ``test`` or ``predict``.
+        kept: calls of loggers before training starts, when they are made; ``None`` from then on.
     """
 
     barebones = False
@@ -64,6 +65,7 @@ class Trainer:
         self.epoch = self.steps = 0
         self.manual = False
         self.stage = "train"
+        self.kept: list[Callable[[], object]] | None = []
         self.logger = ModuleLogger(self, task)
         self.fit_loop = FitLoop(self)
         self.predict_loop = PredictLoop(self)

@@ -6,6 +6,7 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
@@ -76,20 +77,29 @@ class ModuleLogger:
 
         Of one that has none, such as a CSV file, it is that of the first logger that has one.
         """
+        if (kept := self._trainer.kept) is not None:
+            return _Kept(kept, lambda: self.experiment)
         return self._logger.experiment or self._task.logger.experiment or _Dropping()
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Log numbers at a step, the present one by default; at that what else W&B and its like take."""
+        step = self._trainer.global_step if step is None else step
+        if (kept := self._trainer.kept) is not None:
+            kept.append(partial(self.log_metrics, dict(metrics), step))
+            return
         media = {name: value for name, value in metrics.items() if not _is_number(value)}
         media = media if hasattr(self.experiment, "log") else {}
         values = {name: float(value) for name, value in metrics.items() if name not in media}
         if values:
-            self._logger.scalars(values, self._trainer.global_step if step is None else step)
+            self._logger.scalars(values, step)
         if media:
             self.experiment.log(media, step=self._trainer.global_step)
 
     def log_hyperparams(self, params: Any, *_: Any, **__: Any) -> None:
         """Log them as a text: HParams shows those of the config."""
+        if (kept := self._trainer.kept) is not None:
+            kept.append(partial(self.log_hyperparams, deepcopy(params)))
+            return
         given = vars(params) if isinstance(params, Namespace) else dict(params)
         lines = [f"- {name}: {value}" for name, value in given.items()]
         self._logger.text("hyper_parameters", "\n".join(lines))
@@ -154,6 +164,27 @@ class _Dropping:
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """Drop it."""
+
+
+class _Kept(_Dropping):
+    """Keeps calls for an object that is not there yet, as a run's logger before its first look at validation is over.
+
+    Args:
+        found: gives the object.
+    """
+
+    def __init__(self, calls: list[Callable[[], object]], found: Callable[[], Any]) -> None:
+        self._calls, self._found = calls, found
+
+    def __getattr__(self, name: str) -> Any:
+        return _Kept(self._calls, lambda: getattr(self._found(), name))
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self._calls.append(lambda: self._found()(*arguments, **options))
+        return _Dropping()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._calls.append(lambda: self._found().__setitem__(key, value))
 
 
 _OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
