@@ -874,6 +874,14 @@ class Rates(Lit):
         optimizer.param_groups[0]["lr"] *= 0.5
 
 
+class TensorRate(Lit):
+    """Has its learning rate in a tensor, to which torch's schedulers write."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=torch.tensor(0.05))
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "step"}]
+
+
 class ByStep(Lit):
     """Has the learning rate follow the steps that the trainer has counted, as schedulers of timm are told."""
 

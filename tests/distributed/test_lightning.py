@@ -459,6 +459,11 @@ def test_a_module_that_steps_by_itself_gives_its_scheduler_the_metric(run: Run) 
     assert metrics["train/lr"] == pytest.approx(0.025)
 
 
+def test_a_rate_that_is_a_tensor_is_logged_as_the_step_took_it(run: Run) -> None:
+    metrics = run(*part("TensorRate"), "trainer.max_epochs=1", "trainer.log_every_n_steps=1")["metrics"]
+    assert metrics["train/lr"] == pytest.approx(0.05 * 0.5**7)
+
+
 def test_a_scheduler_that_asks_for_the_step_finds_it_counted(run: Run) -> None:
     metrics = run(*part("ByStep"), "trainer.max_epochs=1", "trainer.log_every_n_steps=1")["metrics"]
     assert metrics["train/lr"] == pytest.approx(0.05 * 0.5**7)

@@ -16,7 +16,7 @@ from ddp_recipes.runtime.seeding import seed_torch, step_key
 from ddp_recipes.training.guards import Losses, of_rows
 from ddp_recipes.training.metrics import mean_loss
 from ddp_recipes.training.state import Run, Update
-from ddp_recipes.training.update import MicroBatch, clip_unscaled, micro_batches, needs_closure, of_step
+from ddp_recipes.training.update import MicroBatch, clip_unscaled, micro_batches, needs_closure, of_step, rate
 
 if TYPE_CHECKING:
     from ddp_recipes.lightning.adapter import LightningTask
@@ -29,7 +29,7 @@ def automatic(task: LightningTask, run: Run, batches: Iterator[Batch], measured:
     total = sum(
         run.strategy.takes_empty or plan.size(number, shard) > 0 for number in numbers for shard in run.train.shards
     )
-    lr = run.optimizer.param_groups[0]["lr"]
+    lr = rate(run)
     if not total:  # no backward pass will clear those of the step before
         CALLS.zero_grad(run.optimizer)
     passes = micro_batches(run, batches, numbers, samples)
@@ -181,7 +181,7 @@ class _Backward:
 
 def manual(task: LightningTask, run: Run, batches: Iterator[Batch], measured: bool) -> Update:
     """Let the module run backward, for the gradients of all ranks, and step its optimizers."""
-    lr = run.optimizer.param_groups[0]["lr"]
+    lr = rate(run)
     losses: list[Losses] = [[]]
     numbers, samples = of_step(run)
     for each in micro_batches(run, batches, numbers, samples):

@@ -121,7 +121,7 @@ def write_log(run: Run, update: Update, rate: Rate) -> None:
     values: dict[str, float] = dict(zip(measured, numbers, strict=True))
     loss = values.get("train/loss")
     values |= {
-        "train/lr": update.lr,
+        "train/lr": float(update.lr),
         "train/samples_per_second": rate.per_second(run.cursor.samples_seen),
         "train/epoch": run.cursor.epoch + run.cursor.batch / run.train.plan.planned_batches,
     }

@@ -53,7 +53,7 @@ class Update(NamedTuple):
     losses: Sequence[Losses]
     samples: int
     norm: Tensor | None
-    lr: float
+    lr: float | Tensor
     loss: Tensor | None = None
     metrics: Mapping[str, float] = {}
 

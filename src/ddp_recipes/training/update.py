@@ -27,13 +27,19 @@ def update(run: Run, batches: Iterator[Batch], measured: bool) -> Update:
     metrics = train_metrics(run, losses, sums)
     with phase("optimizer"):
         norm = clip(run, measured)
-        lr = run.optimizer.param_groups[0]["lr"]
+        lr = rate(run)
         if run.together:
             run.strategy.sum(torch.zeros(1, device=run.devices[0]))  # the last collective of the step
         run.strategy.exchanges.synchronize()
         run.precision.step(run.optimizer)
         CALLS.zero_grad(run.optimizer)
     return Update(losses, samples, norm, lr, loss, metrics)
+
+
+def rate(run: Run) -> float | Tensor:
+    """Return the learning rate of the first parameter group as it is now: schedulers write to one that is a tensor."""
+    lr: float | Tensor = run.optimizer.param_groups[0]["lr"]
+    return lr.clone() if isinstance(lr, Tensor) else lr
 
 
 class MicroBatch(NamedTuple):
