@@ -251,7 +251,9 @@ class LightningTask(Task):
         self._enter(number, 0, False)
 
     def _enter(self, number: int, shard: int, counts: bool) -> None:
-        self.batch_idx = self.trainer.fit_loop.epoch_loop.batch_idx = number
+        loop = self.trainer.fit_loop.epoch_loop
+        self.batch_idx = loop.batch_idx = number
+        loop.epoch = self.trainer.epoch
         self.at, self.counts = (number, shard), counts
 
     def _say_begin(self) -> None:

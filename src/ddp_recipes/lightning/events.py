@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddp_recipes._compat.lightning import as_it_is, is_updated, load_state, metrics_in, state_of
+from ddp_recipes._compat.torch_ import note_step
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.devices import sum_dtype
 from ddp_recipes.errors import RequestError
@@ -118,7 +119,11 @@ class Events(Callback):
         for call in kept if self.run.cursor.step == 0 else ():
             call()
         self.started = True
-        self.task.trainer.epoch = self.run.cursor.epoch
+        cursor, loop = self.run.cursor, self.task.trainer.fit_loop.epoch_loop
+        self.task.trainer.epoch = loop.epoch = cursor.epoch
+        loop.batch_idx = cursor.batch - 1
+        for each in self.run.optimizers if cursor.step > 0 else ():
+            note_step(each)  # else torch warns of a scheduler where a module that steps by itself has not done so yet
         self.task.hooks("on_train_start")
         self._agree()
 

@@ -300,12 +300,13 @@ class EpochLoop:
     """What modules and callbacks ask of ``trainer.fit_loop.epoch_loop``.
 
     Attributes:
-        batch_idx: the number of the batch in its epoch.
+        batch_idx: the number of the latest batch in its epoch; -1 before the first one.
+        epoch: which it is of.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.batch_idx = 0
+        self.batch_idx, self.epoch = -1, 0
 
     def __getattr__(self, name: str) -> Any:
         raise unavailable("trainer.fit_loop.epoch_loop", name, self)
@@ -324,7 +325,7 @@ class EpochLoop:
                 "trainer.fit_loop.total_batch_idx is asked for, and an epoch has an unknown number of batches. Use "
                 "trainer.global_step, or set trainer.limit_train_batches."
             )
-        return self._trainer.epoch * int(batches) + self.batch_idx
+        return self.epoch * int(batches) + self.batch_idx
 
     @property
     def val_loop(self) -> Any:
