@@ -6,7 +6,6 @@ in here knows of ddp_recipes. What a module sees is kept by the module itself, a
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -46,6 +45,13 @@ class Plan:
         hooks: what is called in each hook, in turn; the last result that is not ``None`` counts.
         trainer: arguments of ``lightning.Trainer``, which are keys of ``trainer.*`` as well.
         alone: why only one rank can give these numbers.
+        train_set, val_set: make a data set of a number of samples and a seed.
+        train_as, val_as: turn loaders into what ``train_dataloader`` and ``val_dataloader`` return.
+        unread: metrics that are computed once a hook is over, and not looked at in it.
+        data_module: whether a data module has the loaders.
+        given: whether the callbacks are given to the trainer.
+        theirs: callbacks of Lightning's trainer that are something else in ours.
+        ours, checkpoint: overrides that stand for those.
     """
 
     net: Callable[[], nn.Module]
@@ -57,10 +63,30 @@ class Plan:
     manual: Hook | None = None
     callbacks: list[Callable[[], Callback]] = field(default_factory=list)
     alone: str = ""
+    train_set: Callable[[int, int], Any] = Points
+    val_set: Callable[[int, int], Any] = Points
+    train_as: Callable[[Any], Any] = lambda loader: loader
+    val_as: Callable[[list[Any]], Any] = lambda loaders: loaders[0] if len(loaders) == 1 else loaders
+    unread: set[str] = field(default_factory=set)
+    data_module: bool = False
+    given: bool = False
+    theirs: list[Callable[[], Callback]] = field(default_factory=list)
+    ours: tuple[str, ...] = ()
+    checkpoint: tuple[str, ...] = ()
 
     def on(self, name: str, hook: Hook) -> None:
         """Do something in a hook."""
         self.hooks.setdefault(name, []).append(hook)
+
+    def train_loader(self) -> Any:
+        """Return what ``train_dataloader`` does."""
+        count, options = self.train
+        return self.train_as(DataLoader(self.train_set(count, 0), **options))
+
+    def val_loaders(self) -> Any:
+        """Return what ``val_dataloader`` does."""
+        found = [DataLoader(self.val_set(count, 1 + at), **options) for at, (count, options) in enumerate(self.val)]
+        return self.val_as(found) if found else []
 
 
 IDIOMS: dict[str, dict[str, Callable[[Plan], None]]] = {}
@@ -105,21 +131,14 @@ class Base(L.LightningModule):
         return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
     def note(self, name: str) -> None:
-        self.seen["calls"].append(name)
+        self.seen["calls"] += [] if name == "on_save_checkpoint" else [name]  # whenever there is a checkpoint
         if name.endswith("_step") or name.endswith("_start"):
             self.seen["modes"].append([name, [each.training for each in self.modules() if each is not self]])
         if name in SNAPSHOTS and not self.trainer.sanity_checking:
             found = {key: float(value) for key, value in self.trainer.callback_metrics.items()}
+            found = {key: value for key, value in found.items() if key not in self.plan.unread}
             self.seen["metrics"].append([name, found])
             self.seen["steps"].append([name, self.trainer.global_step, self.trainer.current_epoch])
-
-    def train_dataloader(self) -> Any:
-        count, options = self.plan.train
-        return DataLoader(Points(count, 0), **options)
-
-    def val_dataloader(self) -> Any:
-        loaders = [DataLoader(Points(count, 1 + at), **options) for at, (count, options) in enumerate(self.plan.val)]
-        return loaders[0] if len(loaders) == 1 else loaders
 
     def finish(self) -> None:
         """Write what was seen."""
@@ -181,8 +200,12 @@ def make(idioms: str, file: str) -> Base:
     }
     plan.hooks.setdefault("configure_optimizers", [sgd])
     members["configure_optimizers"] = lambda self: plan.hooks["configure_optimizers"][-1](self)
-    members["on_fit_end"] = lambda self: self.finish()
-    if plan.callbacks:
+    at_end = plan.hooks.get("on_fit_end", [])
+    members["on_fit_end"] = lambda self: [hook(self) for hook in [*at_end, Base.finish]] and None
+    if not plan.data_module:
+        members["train_dataloader"] = lambda self: plan.train_loader()
+        members["val_dataloader"] = lambda self: plan.val_loaders()
+    if plan.callbacks and not plan.given:
         members["configure_callbacks"] = lambda self: [each() for each in plan.callbacks]
     if plan.manual is not None:
         plan.hooks.setdefault("__init__", []).insert(0, lambda self: setattr(self, "automatic_optimization", False))
@@ -1176,12 +1199,12 @@ NOT_MANUAL = {"accumulation", "accumulation_of_three", "clipped", "lbfgs"}
 # A hook that logs between two calls of `log` in one batch, within a manual step or between two calls of a closure, has
 # Lightning forget, in the first batch of an epoch, what the step has logged before it. And where some batches have no
 # step of an optimizer, it logs the hook's value of an earlier batch again.
-IN_BETWEEN = ("hook_log.on_before_optimizer_step", "hook_log.on_before_zero_grad")
+IN_BETWEEN = tuple(
+    f"hook_log.{hook}"
+    for hook in ("on_before_optimizer_step", "on_before_zero_grad", "on_before_backward", "on_after_backward")
+)
 SEVERAL_TIMES = {"manual.manual_norm_is_logged", "manual.manual_steps_by_batches", "manual.manual_clipping_of_torch"}
 SEVERAL_TIMES |= {"stepping.sharpness_aware", "optimizer.lbfgs"}
-NUMBER = sum(map(len, IDIOMS.values()))
-
-
 # --- as Lightning trains them ----------------------------------------------------------------------------------------
 
 
@@ -1193,21 +1216,4 @@ class Points_(L.pytorch.loggers.logger.DummyLogger):
         self.points: list[tuple[int, dict[str, float]]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.points.append((step or 0, dict(metrics)))
-
-
-def by_lightning(idioms: str, file: Path) -> list[tuple[int, dict[str, float]]]:
-    """Train a module with ``lightning.Trainer``; return the points that it logged."""
-    module = make(idioms, str(file))
-    logger = Points_()
-    options = {"max_epochs": 3, "log_every_n_steps": 1, **module.plan.trainer}
-    trainer = L.Trainer(
-        accelerator="cpu",
-        logger=logger,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.fit(module)
-    return logger.points
+        self.points.append((step or 0, {name: float(value) for name, value in metrics.items()}))

@@ -28,11 +28,20 @@ FEW_LOST, MANY_LOST = 2, 80
 # What hooks log that are called again as a run goes on, with the weights that there are by then; what the module itself
 # counts, in no state of its own.
 OF_BEFORE = "in_on_train_start|val_sometimes"
-UNKNOWN = {"mode.net_in_train_start", "mode.norms_in_on_train_start"}  # ways that are the module's at its start
+UNKNOWN = {
+    "mode.net_in_train_start",
+    "mode.norms_in_on_train_start",
+    "mode.eval_within_a_step",
+}  # ways that are the module's at its start
 ALWAYS = [
     *("checkpoint=default", "checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1"),
     "+callbacks.stopping._target_=resuming_parts.Stopping",
 ]
+
+
+def going_on(random: Random) -> str:
+    """Draw idioms that leave something to go on with."""
+    return "+".join(each for each in drawn(random).split("+") if not each.startswith("trainer.fast"))
 
 
 def series(left: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
@@ -61,15 +70,10 @@ def see_alike(whole: dict[str, Any], found: dict[str, Any], script: str) -> None
     assert not different, f"{script}\n{[(name, expected.get(name), ours.get(name)) for name in different]}"
 
 
-@pytest.mark.parametrize(
-    "number", [*range(FEW), *(pytest.param(number, marks=pytest.mark.nightly) for number in range(FEW, MANY))]
-)
-def test_a_stopped_module_goes_on_as_if_it_had_not_been(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    random = Random(f"{SEED} {number} resumed")
-    case, ranks = drawn(random), random.choice((1, 2))
-    where = random.random(), random.randrange(ranks), random.choice(("raise", "SIGTERM"))
+def stop_and_go_on(
+    case: str, ranks: int, where: tuple[float, int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> bool:
+    """Play a module whole, and stopped at a part of its steps, by a rank, in a way; return whether it can be."""
     file = {name: tmp_path / f"{name}.pt" for name in ("whole", "parts")}
 
     def train(name: str, *more: str) -> None:
@@ -79,11 +83,13 @@ def test_a_stopped_module_goes_on_as_if_it_had_not_been(
     try:
         train("whole")
     except Exception as error:  # what is refused, and what a module raises, the machine beside this one looks at
-        return print("refused:", case, str(error)[:200])
+        print("refused:", case, str(error)[:200])
+        return False
     whole = left_by(tmp_path / "whole")
     steps = json.loads((tmp_path / "whole" / "summary.json").read_text())["global_step"]
     if steps < 2 or not UNKNOWN.isdisjoint(case.split("+")):
-        return print("nothing to go on with:", case)
+        print("nothing to go on with:", case)
+        return False
     stop = 1 + int(where[0] * (steps - 1))
     script = f"{case}; {ranks} ranks, {stop} {where[1]} {where[2]}"
     monkeypatch.setenv("STOPS", f"{stop} {where[1]} {where[2]}")
@@ -101,6 +107,26 @@ def test_a_stopped_module_goes_on_as_if_it_had_not_been(
     one, other = (torch.load(each)["state"] for each in file.values())
     assert all(torch.equal(value, other[name]) for name, value in one.items()), script
     print("same:", script)
+    return True
+
+
+@pytest.mark.parametrize(
+    "number", [*range(FEW), *(pytest.param(number, marks=pytest.mark.nightly) for number in range(FEW, MANY))]
+)
+def test_a_stopped_module_goes_on_as_if_it_had_not_been(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = Random(f"{SEED} {number} resumed")
+    case, ranks = going_on(random), random.choice((1, 2))
+    where = random.random(), random.randrange(ranks), random.choice(("raise", "SIGTERM"))
+    stop_and_go_on(case, ranks, where, tmp_path, monkeypatch)
+
+
+def test_a_signal_while_other_weights_are_validated_leaves_those_that_are_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, at_the_end_of_an_epoch = "train_log.loss+val_log.loss+module.averaged_weights", 0.26
+    assert stop_and_go_on(case, 2, (at_the_end_of_an_epoch, 1, "SIGTERM"), tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +144,7 @@ def test_a_module_that_loses_ranks_ends_as_if_it_had_not(
     number: int, tmp_path: Path, python_with_lightning: str
 ) -> None:
     random = Random(f"{SEED} {number} lost")
-    case, own = drawn(random), ["launcher.nproc_per_node=2", "+callbacks.losing._target_=resuming_parts.Losing"]
+    case, own = going_on(random), ["launcher.nproc_per_node=2", "+callbacks.losing._target_=resuming_parts.Losing"]
 
     def train(name: str, *more: str, **environ: str) -> subprocess.CompletedProcess[str]:
         overrides = [*overrides_of(case, tmp_path / f"{name}.pt"), *own, *more, "checkpoint.every_n_steps=2"]
