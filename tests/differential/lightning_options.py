@@ -443,6 +443,8 @@ APART: dict[str, tuple[str, ...]] = {
     "trainer.third_epochs": ("trainer.fast", "scheduler.plateau", "scheduler.said", "scheduler.monitor_beside"),
     "checkpoint": ("trainer.fast", "manual.manual_steps_by", "manual.manual_accumulation"),  # of steps, not of batches
     "trainer.overfit": ("trainer.fast",),
+    "trainer.accumulation_grows": ("scheduler.for_all", "module.reads"),  # Lightning counts no steps of it
+    "scheduler.for_all_batches": ("trainer.steps_alone",),  # Lightning has not looked at the data by then
     "hook_log.on_train_start": ("callback.rates",),  # it reads all metrics as an epoch starts, and so keeps this one
     "callback.unfreezes": ("net.linear", "mode.frozen"),  # no layer is left that trains
 }
