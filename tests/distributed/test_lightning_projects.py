@@ -226,6 +226,49 @@ def test_a_module_that_asks_for_the_logger_of_lightning_finds_it(python_with_lig
     assert "of_table" in (tmp_path / "run" / "csv" / "metrics.csv").read_text()
 
 
+FOLLOWED = """
+from lightning.pytorch.callbacks import EarlyStopping
+from writer import Module
+
+
+class Followed(Module):
+    def training_step(self, batch):
+        loss = super().training_step(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch):
+        self.log("val_loss", super().training_step(batch))
+
+    def configure_callbacks(self):
+        return EarlyStopping("train_loss", patience=100)
+"""
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_what_a_step_logs_is_found_by_who_follows_it_also_where_it_is_not_due(
+    python_with_lightning: str, tmp_path: Path
+) -> None:
+    (tmp_path / "writer.py").write_text(WRITER)
+    (tmp_path / "followed.py").write_text(FOLLOWED)
+    own = [
+        "task=lightning",
+        "model._target_=followed.Followed",
+        "trainer.max_epochs=1",
+        "trainer.val_check_interval=0.5",
+    ]
+    own += ["checkpoint=default", "checkpoint.monitor=train_loss", "checkpoint.every_n_steps=1"]
+    best = []
+    for every in (1, 50):
+        often = [f"trainer.log_every_n_steps={every}", f"hydra.run.dir=run_{every}", "launcher.nproc_per_node=2"]
+        command = [python_with_lightning, "-m", "ddp_recipes", *QUICK, *own, *often]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(120))
+        assert done.returncode == 0, done.stderr
+        best.append((tmp_path / f"run_{every}" / "checkpoints" / "best.pt").resolve().name)
+    assert best[0] == best[1]
+
+
 IMAGES = """
 import torch
 from lightning.pytorch.loggers import WandbLogger

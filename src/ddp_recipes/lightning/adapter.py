@@ -276,8 +276,10 @@ class LightningTask(Task):
         return 1 if self.batch is None else samples_in(self.batch)
 
     def measures(self, name: str, epoch_is_over: bool) -> bool:
-        """Whether the module logs it in each step, or in this one, which ends an epoch."""
+        """Read what the module logs in each step; at the end of an epoch that is done."""
         log = self.training_log
+        if name in log.of_steps and not epoch_is_over:
+            self.events.read()
         return name in (log.names if epoch_is_over else log.of_steps) or super().measures(name, epoch_is_over)
 
     def end_batch(self) -> None:

@@ -161,21 +161,23 @@ class Events(Callback):
 
     def on_step(self, step: int) -> None:
         """End a batch, and log what its step logged."""
-        task, run, context = self.task, self.run, self.task.trainer.run_context
+        task, run = self.task, self.run
         due, over = step % run.trainer.log_every_n_steps == 0, run.cursor.batch == 0
         logged = self.follow()
         task.end_batch()
         self._agree()
         due |= self.stop  # the last one is logged as well
         if due or over or self._is_followed:  # else it is not read, but for this rank's by trainer.callback_metrics
-            logged |= self._measured(task.training_log.steps(context))
+            logged |= self.read()
         if due:
             self._log(logged)
 
     def follow(self) -> dict[str, float]:
         """Take what a batch has logged, if something looks at it in each step; return it. A collective then."""
-        if not self._is_followed:
-            return {}
+        return self.read() if self._is_followed else {}
+
+    def read(self) -> dict[str, float]:
+        """Take what the latest batches have logged, over all ranks; return it. A collective."""
         return self._measured(self.task.training_log.steps(self.task.trainer.run_context))
 
     @cached_property
@@ -230,7 +232,8 @@ class Events(Callback):
         return torch.stack(sums).tolist() if sums else []
 
     def on_validation_start(self, step: int) -> None:
-        """Begin to validate, without the gradients of the last step."""
+        """Begin to validate, without the gradients of the last step; whoever looks finds what that has logged."""
+        self.read()
         self.keep_metrics()
         if "on_validation_model_zero_grad" not in self.task.hooks.own:
             self.task.model.zero_grad()

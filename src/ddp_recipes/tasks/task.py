@@ -381,7 +381,7 @@ class Task(nn.Module):
         return None
 
     def measures(self, name: str, epoch_is_over: bool) -> bool:
-        """Whether training gives this metric a new value with this step."""
+        """Whether training gives this metric a new value with this step. A collective where that is to be read."""
         return name.startswith("train/")
 
     is_altered = False  # whether the validation under way has other weights, so that it is to end before all is saved

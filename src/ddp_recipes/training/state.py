@@ -376,7 +376,7 @@ def save(run: Run, measured: bool) -> None:
     run.logger.flush()  # or a kill would take points with it that do not come again
     if measured and run.task.names_metrics and not run.monitor.startswith("train/"):
         check_measured(run.monitor, run.metrics)
-    fresh = measured or not run.val or run.task.measures(run.monitor, run.cursor.batch == 0)
+    fresh = run.task.measures(run.monitor, run.cursor.batch == 0) or measured or not run.val
     value = run.metrics.get(run.monitor) if fresh else None
     if value is not None:
         run.values[str(run.cursor.step)] = value
