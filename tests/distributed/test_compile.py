@@ -55,6 +55,18 @@ def test_alike_blocks_are_compiled_once(
 
 @pytest.mark.slow
 @needs_a_compiler
+@pytest.mark.parametrize("blocks", ["false", "true"])
+def test_blocks_that_are_computed_again_take_a_single_sample(blocks: str, run: Run) -> None:
+    """As the last batch of an epoch leaves it."""
+    own = ["model.activation_checkpointing=true", "trainer.compile=true", f"trainer.compile_blocks={blocks}"]
+    assert (
+        run("model._target_=own_parts.Widths", *own, "data.num_samples=9", "data.val=null", "strategy=single")["status"]
+        == "finished"
+    )
+
+
+@pytest.mark.slow
+@needs_a_compiler
 def test_compiled_blocks_resume_exactly_and_are_dealt(run: Run, tmp_path: Path) -> None:
     exact = ["strategy=ddp_exact", "strategy.shards=2"]
     whole = run(*DEEP, *BLOCKS, *exact, world_size=2)

@@ -7,7 +7,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ddp_recipes._compat.torch_ import allow_recompiles, compile_nothing_of, graphs_compiled
@@ -52,7 +52,7 @@ def _recomputed(base: Any) -> Any:
     """Return the class with another ``forward``: unlike one of an instance it is copied with the module."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or (torch.compiler.is_compiling() and _of_one_row(args)):
             return base.forward(self, *args, **kwargs)
         options: dict[str, Any] = {"use_reentrant": False}
         if next(self.buffers(), None) is not None:  # torch.compile takes no contexts
@@ -61,6 +61,15 @@ def _recomputed(base: Any) -> Any:
         return checkpoint(partial(_called, partial(base.forward, self)), kwargs, *args, **options)
 
     return type(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+
+
+def _of_one_row(args: Sequence[Any]) -> bool:
+    """Whether a block gets a single row, as of a last batch of one sample: torch fails to compile it computed again.
+
+    It says "Node ... was invalid, but is output", and what it would keep is little.
+    """
+    first = next((each for each in args if isinstance(each, Tensor) and each.is_floating_point()), None)
+    return first is not None and first.dim() > 1 and first.numel() == first.shape[-1]
 
 
 def _called(forward: Any, named: Mapping[str, Any], *args: Any) -> Any:
