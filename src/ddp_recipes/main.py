@@ -17,7 +17,8 @@ from ddp_recipes.controller import Controller
 from ddp_recipes.errors import RecipeError, RequestError, printable
 from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Resources
-from ddp_recipes.runtime.process import die_with_parent, ignore_broken_pipe, leave
+from ddp_recipes.runtime.job import ASKS_TO_STOP
+from ddp_recipes.runtime.process import die_with_parent, ignore_broken_pipe, interrupted_by, leave
 
 CONF = "pkg://ddp_recipes.conf"
 
@@ -129,11 +130,13 @@ def run(
         )
     controller = Controller(world, leaves)
     status = 1
+    alone = world is None or world.world_size == 1  # else a rank is in a collective, out of which nothing raises
     try:
-        if composed is not None:
-            outcome: Any = controller.run_composed(composed, directory)
-        else:
-            outcome = controller.run([*request], config_path, config_name)
+        with interrupted_by(ASKS_TO_STOP if alone else ()):
+            if composed is not None:
+                outcome: Any = controller.run_composed(composed, directory)
+            else:
+                outcome = controller.run([*request], config_path, config_name)
         status = 0
         return outcome
     except RecipeError as error:

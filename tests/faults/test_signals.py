@@ -248,6 +248,28 @@ def test_a_signal_before_training_leaves_nothing(number: Signals, folder: Path) 
     assert not (folder / "run").exists()
 
 
+TOLD = """
+import os
+import signal
+
+from ddp_recipes.launchers.local import LocalLauncher
+
+
+class Told(LocalLauncher):
+    def launch(self, job):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return super().launch(job)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, *at_night(2)])
+def test_a_signal_before_anything_is_started_leaves_nothing(processes: int, folder: Path) -> None:
+    (folder / "told.py").write_text(TOLD)
+    ended = ran(folder, *QUICK, ranks(processes), "launcher=local", "launcher._target_=told.Told")
+    assert (ended.status, ended.err) == (130, "Interrupted: stopped by SIGTERM.\n")
+    assert not (folder / "run").exists()
+
+
 def test_ctrl_c_ends_a_sweep(folder: Path) -> None:
     overrides = [*DISTURBED, ranks(2), "seed=1,2", "hydra.sweep.dir=sweep"]
     with started(folder, "-m", *overrides) as run:

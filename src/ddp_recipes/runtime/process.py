@@ -9,6 +9,7 @@ import socket
 import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -84,6 +85,25 @@ def ignore_once(signals: Iterable[int]) -> None:
 
     for number in signals:
         signal.signal(number, let_pass)
+
+
+@contextmanager
+def interrupted_by(signals: Iterable[int]) -> Iterator[None]:
+    """Raise at these signals what Ctrl-C does, where nothing else takes them; in the main thread only."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
+
+    in_main = threading.current_thread() is threading.main_thread()
+    taken = [number for number in signals if in_main and signal.getsignal(number) == signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in taken:
+            if signal.getsignal(number) == interrupt:  # else it is ignored once: the run is at its end
+                signal.signal(number, signal.SIG_DFL)
 
 
 def folder_for_sockets() -> str:

@@ -22,7 +22,7 @@ from ddp_recipes.launchers.local.ranks import Rank, Starter, Suspension, incomin
 from ddp_recipes.launchers.reports import Death, Outcome, as_rank_0, decide
 from ddp_recipes.reporting.run_directory import Summary, leave_trace
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
-from ddp_recipes.runtime.process import ignore_once, loading
+from ddp_recipes.runtime.process import ignore_once, interrupted_by, loading
 from ddp_recipes.runtime.world import World
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
@@ -114,30 +114,11 @@ class Survival:
 
 def run_here(job: Job) -> Summary:
     """Run a job as the one rank that it has, in this very process."""
-    with as_rank_0(), _interrupted_by_signals():
+    with as_rank_0(), interrupted_by(ASKS_TO_STOP):
         with loading():
             from ddp_recipes import rank
 
         return rank.run(job, World(), None)
-
-
-@contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """Raise what Ctrl-C does at the other signals that request a stop, where nothing else takes them."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
-
-    in_main = threading.current_thread() is threading.main_thread()
-    taken = [number for number in ASKS_TO_STOP if in_main and signal.getsignal(number) == signal.SIG_DFL]
-    for number in taken:
-        signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number in taken:
-            if signal.getsignal(number) == interrupt:  # else it is ignored once: the run is at its end
-                signal.signal(number, signal.SIG_DFL)
 
 
 def _supervise(
