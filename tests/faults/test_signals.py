@@ -208,6 +208,13 @@ def test_a_second_ctrl_c_ends_at_once(processes: int, folder: Path) -> None:
     assert summary(folder / "run")["status"] == "failed"
 
 
+def caught(pid: int, number: Signals) -> bool:
+    """Whether a process has a handler of its own for a signal."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = (line.split()[1] for line in lines if line.startswith("SigCgt"))
+    return bool(int(mask, 16) >> (number - 1) & 1)
+
+
 def pending(pid: int, number: Signals) -> bool:
     """Whether a signal has been sent and not yet been taken."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -267,6 +274,27 @@ def test_a_signal_before_anything_is_started_leaves_nothing(processes: int, fold
     (folder / "told.py").write_text(TOLD)
     ended = ran(folder, *QUICK, ranks(processes), "launcher=local", "launcher._target_=told.Told")
     assert (ended.status, ended.err) == (130, "Interrupted: stopped by SIGTERM.\n")
+    assert not (folder / "run").exists()
+
+
+LOADS_LONG = """
+import time
+from pathlib import Path
+
+if b"fork_server" in Path("/proc/self/cmdline").read_bytes():
+    while True:
+        time.sleep(1)
+"""
+
+
+def test_a_signal_while_torch_is_loaded_ends_a_run_at_once(folder: Path) -> None:
+    (folder / "sitecustomize.py").write_text(LOADS_LONG)
+    environ = {"PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}"}
+    with started(folder, *QUICK, ranks(2), command=COLD, environ=environ) as run:
+        until(lambda: caught(run.pid, SIGTSTP), START_S, "no launcher")
+        run.signal(SIGTERM)
+        ended = run.end(GONE_S)
+    assert ended.status == 130
     assert not (folder / "run").exists()
 
 

@@ -152,6 +152,8 @@ def _supervise(
             told = [rank for rank in ranks if rank.began or rank in first]  # others take a lost one's place
             for rank in told:
                 rank.process.send_signal(signal.SIGTERM)
+        if signals and not any(rank.process.pid for rank in ranks):  # forked yet: torch is still being loaded
+            deadline = time.monotonic()
         if time.monotonic() < deadline and goes_on(ranks):  # and saves, if it is to stop
             continue
         reports = {rank.number: rank.report for rank in ranks if rank.report is not None}
