@@ -442,7 +442,10 @@ APART: dict[str, tuple[str, ...]] = {
     "trainer.second": ("trainer.fast",),  # of which Lightning has no validation then
     "trainer.third_epochs": ("trainer.fast", "scheduler.plateau", "scheduler.said", "scheduler.monitor_beside"),
     "checkpoint": ("trainer.fast", "manual.manual_steps_by", "manual.manual_accumulation"),  # of steps, not of batches
+    "checkpoint.best": ("trainer.by_",),  # of several in an epoch Lightning may name another one than the best
+    "module.reads": ("optimizer.without_any",),  # Lightning's stands for none and has no rate
     "trainer.overfit": ("trainer.fast",),
+    "trainer.in_bfloat16": ("mode.teacher", "returns.penalty", "net.shared"),  # whose gradients are summed in 16 bits
     "trainer.accumulation_grows": ("scheduler.for_all", "module.reads"),  # Lightning counts no steps of it
     "scheduler.for_all_batches": ("trainer.steps_alone",),  # Lightning has not looked at the data by then
     "hook_log.on_train_start": ("callback.rates",),  # it reads all metrics as an epoch starts, and so keeps this one
