@@ -75,6 +75,24 @@ def test_another_connection_takes_the_place_of_a_dead_one(store: Watched) -> Non
     dead.open.set()
 
 
+class Dropping(Store):
+    """A connection that is closed as it is used."""
+
+    def check(self, keys: Sequence[str]) -> bool:
+        raise RuntimeError("Connection reset by peer")
+
+
+@pytest.mark.parametrize(("dropped", "found"), [(3, "text"), (30, None)])
+def test_connections_that_are_dropped_one_after_the_other_are_no_end_of_the_store(
+    dropped: int, found: str | None, store: Watched
+) -> None:
+    Messages(store).set("name", "text", patience=60)
+    connections = iter([*(Dropping() for _ in range(dropped)), store])
+    messages = Messages(Dropping(), connect=lambda: next(connections))
+    assert messages.get("name", patience=60) == found
+    assert messages.closed == (found is None)
+
+
 @pytest.mark.slow
 def test_what_a_rank_does_not_say_in_time_names_it(store: Watched) -> None:
     control = Control(World(1, 2), Messages(store, private=True), 0.1)

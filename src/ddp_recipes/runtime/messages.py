@@ -30,6 +30,7 @@ T = TypeVar("T")
 CALL_S = 1.5  # for an answer, where whoever asks goes on without one
 LOOK_S = 1.0  # between looks at what else has happened
 AWAKE_S = 0.5  # once more, for a process that was itself stopped meanwhile
+TRIES = 4  # connections, one right after the other, before the store counts as closed: a network may drop several
 AGAIN_S = 5.0  # without an answer, until another connection is tried; twice as long until the next
 
 
@@ -148,7 +149,7 @@ class StoreClient:
         return True
 
     def _called(self, call: Callable[[Store], T]) -> T:
-        """Make a call, once more if the connection is closed."""
+        """Make a call, again over other connections if this one is closed, as long as somebody takes them."""
         try:
             answer = call(self.store)
         except RuntimeError:
@@ -157,10 +158,17 @@ class StoreClient:
                 self.closed = True
                 raise
             self.closed, self._next_try = True, now + AGAIN_S
-            self.store = self._connect()
-            answer = call(self.store)
+            answer = self._called_anew(call, self._connect)
         self.closed = False
         return answer
+
+    def _called_anew(self, call: Callable[[Store], T], connect: Callable[[], Store]) -> T:
+        for _ in range(TRIES - 1):
+            self.store = connect()
+            with suppress(RuntimeError):
+                return call(self.store)
+        self.store = connect()
+        return call(self.store)
 
 
 def _serve(requests: "SimpleQueue[_Request | None]", asked: _Request | None = None) -> None:
@@ -411,6 +419,8 @@ class SignedStore(Store):
             return value.encode("latin-1")
         if exited := sorted(self._messages.exited()):
             raise RuntimeError(f"Rank {', '.join(map(str, exited))} has exited: no {key} in the store.")
+        if self._messages.closed:
+            raise RuntimeError(f"The store where ranks meet takes no connection any more: no {key} in it.")
         raise RuntimeError(f"Timed out after {timeout.total_seconds():g} seconds: no {key} in the store.")
 
 
