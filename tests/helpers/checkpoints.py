@@ -80,7 +80,11 @@ def mounted(folder: Path, size: str) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-BROKEN = {"full": "No space left on device", "inodes": "No space left on device", "read-only": "Read-only file system"}
+BROKEN = {  # and what is then said, as a pattern
+    "full": "No space left on device",
+    "inodes": "No space left on device",
+    "read-only": "(Read-only file system|Input/output error)",  # the latter of a write that was under way
+}
 
 
 @contextmanager

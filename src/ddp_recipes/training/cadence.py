@@ -183,8 +183,8 @@ class StopController:
 
     Signals only set a flag. Ranks exchange flags about once a second: each exchange also carries, from rank 0, the
     number of steps until the next one, so that all ranks hold it at the same step. One process looks at every step.
-    So do validations, by their batches, and what takes long between steps is followed by an exchange. After one that
-    all were told to be suspended before, all stop, and wait for each other nowhere.
+    So do validations, by their batches, and what takes long between steps is followed by an exchange. Ranks that were
+    all told to suspend themselves (Ctrl-Z) stop right after one, where none of them waits for another.
 
     Use it as a context manager: handlers are in place inside (in the main thread only), and put back after.
     """
@@ -278,8 +278,5 @@ class StopController:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._former.items():
-            if signal.getsignal(number) in (
-                self._handle,
-                self._suspend,
-            ):  # else somebody wants another one now
+            if signal.getsignal(number) in (self._handle, self._suspend):  # else somebody wants another one by now
                 signal.signal(number, handler)  # type: ignore[arg-type]
