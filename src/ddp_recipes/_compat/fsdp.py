@@ -191,6 +191,11 @@ def asks_rows(error: BaseException) -> bool:
     return any(isinstance(each, DTensor) for frame in frames for each in tree_leaves(frame.f_locals["inputs"]))
 
 
+def of_transform(error: BaseException) -> bool:
+    """Whether a transform of ``torch.func`` met a write to what is outside of it, as a parameter's gradient."""
+    return isinstance(error, RuntimeError) and "would mutate a captured Tensor" in str(error)
+
+
 def of_freed_memory(error: BaseException) -> bool:
     """Whether an operation got a tensor whose memory has been freed, as that of a parameter that is given back."""
     return isinstance(error, RuntimeError) and "storage of size 0" in str(error)

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from ddp_recipes._compat.fsdp import asks_rows, late_hooks, of_freed_memory, of_two_dtypes, uses_rows
+from ddp_recipes._compat.fsdp import asks_rows, late_hooks, of_freed_memory, of_transform, of_two_dtypes, uses_rows
 from ddp_recipes._compat.torch_ import NormBase
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.fsdp.calls import own_steps
+from ddp_recipes.strategies.fsdp.order import in_transform
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.blocks import chosen, is_called, repeated
 
@@ -87,6 +88,8 @@ def explanation(error: BaseException, param_dtype: str | None) -> str | None:
             "some rows: a block is computed with what is gathered as it is called. Steps on parameters within a step "
             "(MAML, torch.func.functional_call) take whole ones: choose strategy=ddp or ddp_exact."
         )
+    if of_transform(error):
+        return in_transform("a block")
     if of_freed_memory(error):
         return (
             "Backward needed parameters of a block that strategy=fsdp had given back. That comes of a gradient of "

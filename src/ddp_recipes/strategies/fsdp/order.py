@@ -20,6 +20,14 @@ _LOOK_S = 1e-3
 _PATIENCE_S = 30.0  # with others, once this rank has left the order that all had: they may not have
 
 
+def in_transform(block: str) -> str:
+    """Return why gradients of a block within a transform end the run, and what to do."""
+    return (
+        f"Gradients of {block} are taken within a transform of torch.func (grad, jacrev, hessian, …), in which ranks "
+        f"cannot exchange any. Choose strategy.wrap so that what it goes through is in no block, or strategy=ddp."
+    )
+
+
 class Turn(NamedTuple):
     """What a rank does next."""
 
@@ -173,11 +181,7 @@ class ReduceScatter(InTurn):
             RunFailed: others take another one, or gradients are of a transform, whose tensors cannot be sent.
         """
         if is_wrapped(gradients):
-            raise RunFailed(
-                f"Gradients of {self.block} are taken within a transform of torch.func (grad, jacrev, hessian, …), in "
-                f"which ranks cannot exchange any. Choose strategy.wrap so that what it goes through is in no block, "
-                f"or strategy=ddp."
-            )
+            raise RunFailed(in_transform(self.block))
         self.order.take(self.turn, gradients.device)
 
     def __call__(
