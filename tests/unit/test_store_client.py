@@ -93,6 +93,17 @@ def test_connections_that_are_dropped_one_after_the_other_are_no_end_of_the_stor
     assert messages.closed == (found is None)
 
 
+def test_whether_another_connection_was_opened_meanwhile_can_be_asked(store: Watched) -> None:
+    Messages(store).set("name", "text", patience=60)
+    connections = iter([Dropping(), store])
+    messages = Messages(next(connections), connect=lambda: next(connections))
+    opens_none = messages.opens_none()
+    assert opens_none()
+    assert messages.get("name", patience=60) == "text"
+    assert not opens_none()  # such as one of those between ranks, which are counted while a group is set up
+    assert messages.opens_none()()
+
+
 @pytest.mark.slow
 def test_what_a_rank_does_not_say_in_time_names_it(store: Watched) -> None:
     control = Control(World(1, 2), Messages(store, private=True), 0.1)

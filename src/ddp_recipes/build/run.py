@@ -50,13 +50,16 @@ def join(recipe: Recipe) -> None:
     guard: Any = partial(nullcontext, set())
     if connects_once:
         guard = extra_or("socket guard", guard)
+    messages = recipe.control.messages
+    are_theirs = None if messages is None else messages.opens_none()
     before = connections()
     with guard() as recipe.control.unexpected:
-        messages = recipe.control.messages
         if messages is not None:
             messages.exited = recipe.control.watcher.exited
         recipe.strategy.setup(recipe.world, messages, recipe.devices.backend, timeout, launcher.init_method)
-    recipe.control.connections = connections() - before if connects_once else set()
+    opened = connections() - before
+    # One to the store that was opened meanwhile would be missed, as another rank, once a next one takes its place.
+    recipe.control.connections = opened if connects_once and (are_theirs is None or are_theirs()) else set()
     if recipe.request.strategy.needs_all(recipe.world.world_size):
         exchanges.hold(recipe.control.connections, least=0 if replaces else exchanges.LARGE)
     if recipe.strategy.silent:

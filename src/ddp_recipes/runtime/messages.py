@@ -70,6 +70,7 @@ class StoreClient:
         self._thread: threading.Thread | None = None
         self._asked: _Request | None = None  # which the store has
         self._due = self._next_try = 0.0  # of its answer, and of another connection
+        self._opening = [0, 0]  # how often another connection has begun to be opened, and ended to
         self._patience = AGAIN_S
         weakref.finalize(self, self._requests.put, None).atexit = False
 
@@ -124,9 +125,8 @@ class StoreClient:
 
     def _replace(self, asked: _Request) -> None:
         """Go on with another connection, from what has not been answered, unless there is an answer by then."""
-        assert self._connect is not None
         with suppress(RuntimeError):
-            store = self._connect()
+            store = self._another()
             with self._lock:
                 if self._asked is not asked:
                     return
@@ -158,17 +158,30 @@ class StoreClient:
                 self.closed = True
                 raise
             self.closed, self._next_try = True, now + AGAIN_S
-            answer = self._called_anew(call, self._connect)
+            answer = self._called_anew(call)
         self.closed = False
         return answer
 
-    def _called_anew(self, call: Callable[[Store], T], connect: Callable[[], Store]) -> T:
+    def _called_anew(self, call: Callable[[Store], T]) -> T:
         for _ in range(TRIES - 1):
-            self.store = connect()
+            self.store = self._another()
             with suppress(RuntimeError):
                 return call(self.store)
-        self.store = connect()
+        self.store = self._another()
         return call(self.store)
+
+    def _another(self) -> Store:
+        assert self._connect is not None
+        self._opening[0] += 1
+        try:
+            return self._connect()
+        finally:
+            self._opening[1] += 1
+
+    def opens_none(self) -> Callable[[], bool]:
+        """Return what says whether no connection has been opened since this call: whose a new one is cannot be seen."""
+        before = [*self._opening]
+        return lambda: before[0] == before[1] and before == self._opening
 
 
 def _serve(requests: "SimpleQueue[_Request | None]", asked: _Request | None = None) -> None:
@@ -234,6 +247,10 @@ class Messages:
     def closed(self) -> bool:
         """Whether the store has ended, as far as this process can know."""
         return self._client.closed
+
+    def opens_none(self) -> Callable[[], bool]:
+        """Return what says whether no other connection to the store has been opened since this call."""
+        return self._client.opens_none()
 
     @property
     def silent_s(self) -> float:
