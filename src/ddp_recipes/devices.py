@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 HOST = "cpu"
 GPU = "cuda"  # as torch calls those of ROCm, too
+BUILT_FOR = "torch.cuda.get_arch_list()"  # says for which kinds of GPUs a torch was built
 HOST_BACKEND, GPU_BACKEND = "gloo", "nccl"
 _OF_ACCELERATORS = (GPU_BACKEND, "xccl", "hccl")  # and what begins so: torch has several ways to NCCL
 _WITH_A_DEVICE_EACH = "nccl-legacy"  # torch's earlier way to NCCL, by a name that newer releases have

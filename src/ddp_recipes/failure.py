@@ -12,7 +12,7 @@ from ddp_recipes._compat.messages import out_of_memory, text_of, timed_out
 from ddp_recipes._compat.torch_ import recorded_collectives
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.checkpointing.writing import disk_failure, removed
-from ddp_recipes.devices import dump_memory
+from ddp_recipes.devices import BUILT_FOR, dump_memory
 from ddp_recipes.errors import RecipeError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import in_ranks, write_flight_recorder, write_trace
@@ -205,7 +205,7 @@ _ADVICE |= {
         "Code of your own takes the device of its inputs, not a fixed one (cuda:1)."
     ),
     r"no kernel image is available": (
-        "This torch was not built for GPUs of this kind: torch.cuda.get_arch_list() says for which. Install one that "
+        f"This torch was not built for GPUs of this kind: {BUILT_FOR} says for which. Install one that "
         "was, or choose other GPUs (CUDA_VISIBLE_DEVICES)."
     ),
     r"ncclRemoteError|remote process exited|Connection closed by remote peer": (
