@@ -879,6 +879,25 @@ class InnerGradient(Sizes):
         return hidden - force
 
 
+class Unrolled(InnerGradient):
+    """Goes some steps down, and on with how far it came (Langevin dynamics, unrolled optimization)."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        for _ in range(2):
+            hidden = hidden.tanh() + super().between(hidden)
+        return hidden * (1 + self.energy(hidden))
+
+
+class CalledAgain(InnerGradient):
+    """Calls what it has taken a gradient through once more."""
+
+    def between(self, hidden: Tensor) -> Tensor:
+        moved = super().between(hidden)
+        with torch.no_grad():
+            level = self.energy(hidden)
+        return moved + level
+
+
 class InnerTransform(InnerGradient):
     """Takes that gradient by ``torch.func``."""
 

@@ -110,7 +110,7 @@ def _watch_for_end(group: Any, args: Any, kwargs: Any) -> Any:
 
     def end(_: Any) -> None:
         nonlocal ended
-        if not ended:
+        if not ended and (group.reduce_grads or group.reshard_after_backward):  # else it is not the step's own pass
             ended = True
             group.post_backward()
 
@@ -189,11 +189,6 @@ def asks_rows(error: BaseException) -> bool:
     """Whether ``torch.autograd.grad`` was asked for the gradient of a parameter that is not gathered."""
     frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is torch.autograd.grad.__code__)
     return any(isinstance(each, DTensor) for frame in frames for each in tree_leaves(frame.f_locals["inputs"]))
-
-
-def of_transform(error: BaseException) -> bool:
-    """Whether a transform of ``torch.func`` met a write to what is outside of it, as a parameter's gradient."""
-    return isinstance(error, RuntimeError) and "would mutate a captured Tensor" in str(error)
 
 
 def of_freed_memory(error: BaseException) -> bool:

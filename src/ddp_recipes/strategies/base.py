@@ -258,8 +258,12 @@ class Whole(Strategy):
         with phase("forward"), precision.forward():
             loss = module(batch).loss
         with phase("backward"):
-            precision.backward(loss if weight == 1 else loss * weight)
+            self.backward(loss if weight == 1 else loss * weight, precision)
         return loss.detach()
+
+    def backward(self, loss: Tensor, precision: Passes) -> None:
+        """Run backward from a weighted loss."""
+        precision.backward(loss)
 
     def shard(self, task: Task, devices: Sequence[torch.device]) -> None:
         """Leave the model as it is: every rank holds all of it."""

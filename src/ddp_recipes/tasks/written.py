@@ -38,6 +38,7 @@ class Watch:
     def begin(self) -> None:
         """A pass begins."""
         self._before = [(parameter, seen_of(parameter)) for parameter in self._parameters()]
+        self._sums = [], []  # of one that did not end, as where a checkpoint has computed what it needs
         if _looked_at(self._passes[self._module.training]):
             watched = [each for each, _ in self._before if not each.is_meta]
             here = [each for each in watched if type(local(each).data) is Tensor]  # no fake

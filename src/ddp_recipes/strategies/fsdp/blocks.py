@@ -12,11 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from ddp_recipes._compat.fsdp import asks_rows, late_hooks, of_freed_memory, of_transform, of_two_dtypes, uses_rows
+from ddp_recipes._compat.fsdp import asks_rows, late_hooks, of_freed_memory, of_two_dtypes, uses_rows
 from ddp_recipes._compat.torch_ import NormBase
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.fsdp.calls import own_steps
-from ddp_recipes.strategies.fsdp.order import in_transform
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.blocks import chosen, is_called, repeated
 
@@ -88,13 +87,11 @@ def explanation(error: BaseException, param_dtype: str | None) -> str | None:
             "some rows: a block is computed with what is gathered as it is called. Steps on parameters within a step "
             "(MAML, torch.func.functional_call) take whole ones: choose strategy=ddp or ddp_exact."
         )
-    if of_transform(error):
-        return in_transform("a block")
     if of_freed_memory(error):
         return (
-            "Backward needed parameters of a block that strategy=fsdp had given back. That comes of a gradient of "
-            "gradients: torch.autograd.grad in a forward pass, through blocks. Choose strategy.wrap so that what it "
-            "goes through is in no block, or strategy=ddp_exact."
+            "Backward needed parameters of a block that strategy=fsdp had given back: a gradient was taken through it "
+            "in a forward pass (torch.autograd.grad), and then it was called again. Choose strategy.level=2, a "
+            "strategy.wrap in which what it goes through is in no block, or strategy=ddp_exact."
         )
     if param_dtype is not None and of_two_dtypes(error):
         return (

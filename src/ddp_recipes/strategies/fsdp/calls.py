@@ -3,7 +3,8 @@
 And steps that a model brings itself, as those written for Lightning do.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
@@ -34,6 +35,7 @@ class Calls:
     def __init__(self) -> None:
         self.called: set[FSDPModule] = set()
         self.repeated: set[FSDPModule] = set()
+        self.in_step = False
         self.watches: dict[nn.Module, Watch] = {}
 
     def watch(self, block: nn.Module, deal: Callable[[], FSDPModule]) -> FSDPModule:
@@ -47,9 +49,6 @@ class Calls:
         block.register_forward_pre_hook(self._count, prepend=True)
         return dealt
 
-    def begin(self) -> None:
-        self.called, self.repeated = set(), set()
-
     def _count(self, block: Any, _: Any) -> None:
         if other := next(replaced(block), None):
             raise RunFailed(
@@ -62,7 +61,6 @@ class Calls:
         note_call(block, block in self.called)
         if block in self.called:
             self.repeated.add(block)
-            block.set_requires_gradient_sync(False, recurse=False)
         self.called.add(block)
 
     def _note(self, block: nn.Module, _: Any) -> None:
@@ -72,12 +70,44 @@ class Calls:
         self.watches[block].end()
         return apart(block, outputs, tree_leaves((args, kwargs)))
 
-    def reduce(self, blocks: Sequence[FSDPModule]) -> None:
-        """Reduce the gradients of those of the blocks that the pass has called several times."""
-        repeated = [each for each in blocks if each in self.repeated]
-        for each in repeated:
-            each.set_requires_gradient_sync(True, recurse=False)
-        reduce_now(repeated)
+    @contextmanager
+    def step(self, blocks: Sequence[FSDPModule]) -> Iterator[None]:
+        """Return the context of a step's forward and backward."""
+        self.called, self.repeated, self.in_step = set(), set(), True
+        try:
+            yield
+        finally:  # also where a rank is lost meanwhile, and replaced
+            set_backward(blocks, reduces=False, over=False, gives_back=False)
+            self.in_step = False
+
+    @contextmanager
+    def backward(self, blocks: Sequence[FSDPModule], reduces: bool, over: bool, gives_back: bool) -> Iterator[None]:
+        """Return the context of a step's own backward pass.
+
+        Args:
+            reduces: gradients; those of blocks that were called several times at its end.
+            over: whether it is the step's last one.
+            gives_back: what is gathered of a block, once it is through with it.
+        """
+        repeated = [block for block in blocks if block in self.repeated]
+        set_backward(blocks, reduces, over, gives_back)
+        set_backward(repeated, False, over, gives_back)
+        yield
+        if reduces:
+            set_backward(repeated, reduces, over, gives_back)
+            reduce_now(repeated)
+
+
+def set_backward(blocks: Sequence[FSDPModule], reduces: bool, over: bool, gives_back: bool) -> None:
+    """Say what backward passes do from now on.
+
+    Those of the user's within a forward pass (``torch.autograd.grad``) do none of this: what goes on may need what is
+    gathered, as a gradient of gradients does.
+    """
+    for block in blocks:
+        block.set_requires_gradient_sync(reduces, recurse=False)
+        block.set_reshard_after_backward(gives_back, recurse=False)
+        block.set_is_last_backward(over)
 
 
 def watch_of_gathered(block: nn.Module) -> Watch:
@@ -141,17 +171,18 @@ def own_steps(model: nn.Module) -> list[str]:
     return [name for name in _STEPS if hasattr(model, name)]
 
 
-def gather_in_steps(model: nn.Module, done: Callable[[], None]) -> None:
+def gather_in_steps(model: nn.Module, begin: Callable[[], None], done: Callable[[], None]) -> None:
     """Have what is in no block gathered for a step as for a call: a step need not call the model itself.
 
     Args:
-        done: called after each step.
+        begin: called before each step.
+        done: called after each.
     """
     for name in own_steps(model):
         own = getattr(model, name)
         setattr(model, name, _watched(model, own))
         register_fsdp_forward_method(model, name)
-        setattr(model, name, _followed(model, own, getattr(model, name), done))
+        setattr(model, name, _between(model, own, getattr(model, name), begin, done))
 
 
 def _watched(model: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -165,9 +196,12 @@ def _watched(model: nn.Module, own: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _followed(model: nn.Module, own: Any, gathered: Callable[..., Any], done: Callable[[], None]) -> Callable[..., Any]:
+def _between(
+    model: nn.Module, own: Any, gathered: Callable[..., Any], begin: Callable[[], None], done: Callable[[], None]
+) -> Callable[..., Any]:
     @wraps(own)  # for who asks what it takes
     def step(*args: Any, **kwargs: Any) -> Any:
+        begin()
         output = apart(model, gathered(*args, **kwargs))
         done()
         return output

@@ -11,21 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_recipes._compat.fsdp import is_wrapped
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.strategies.ddp_exact.ordered_sum import all_gather_single
 from ddp_recipes.strategies.exchanges import exchanged, wait
 
 _LOOK_S = 1e-3
 _PATIENCE_S = 30.0  # with others, once this rank has left the order that all had: they may not have
-
-
-def in_transform(block: str) -> str:
-    """Return why gradients of a block within a transform end the run, and what to do."""
-    return (
-        f"Gradients of {block} are taken within a transform of torch.func (grad, jacrev, hessian, …), in which ranks "
-        f"cannot exchange any. Choose strategy.wrap so that what it goes through is in no block, or strategy=ddp."
-    )
 
 
 class Turn(NamedTuple):
@@ -169,26 +160,11 @@ class ReduceScatter(InTurn):
         super().__init__(order, Turn("reduced", block))
         self.replicas = replicas
 
-    @property
-    def block(self) -> str:
-        """What messages call the block."""
-        return self.order.blocks[self.turn.block] or "the rest of the model"
-
-    def begin(self, gradients: Tensor) -> None:
-        """Take the turn.
-
-        Raises:
-            RunFailed: others take another one, or gradients are of a transform, whose tensors cannot be sent.
-        """
-        if is_wrapped(gradients):
-            raise RunFailed(in_transform(self.block))
-        self.order.take(self.turn, gradients.device)
-
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Leave this rank's rows of the sum in ``output_tensor``."""
-        self.begin(input_tensor)
+        self.order.take(self.turn, input_tensor.device)
         reduce_scatter_single(output_tensor, input_tensor, group, op)
         if self.replicas is not None:
             exchanged(dist.all_reduce, output_tensor, group=self.replicas, op=op)
@@ -212,20 +188,12 @@ class OrderedReduceScatter(ReduceScatter):
         super().__init__(order, block)
         self.total: Tensor | None = None
         self.counts = True  # whether this rank's shard has a sample
-        self.done = False  # whether it has been reduced
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         """Send each rank its part of ``input_tensor``; leave the total in ``output_tensor``."""
-        self.begin(input_tensor)
-        if self.done:
-            raise RunFailed(
-                f"Gradients of {self.block} were reduced twice in a pass, as where a gradient is taken within the "
-                f"forward pass (torch.autograd.grad) at what a block returned. Choose strategy.wrap so that what "
-                f"returns it is in no block, or strategy=ddp_exact."
-            )
-        self.done = True
+        self.order.take(self.turn, input_tensor.device)
         if not self.counts:
             input_tensor.fill_(-0.0)
         received = torch.empty_like(input_tensor)

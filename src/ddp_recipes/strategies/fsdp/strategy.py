@@ -38,7 +38,7 @@ from ddp_recipes.strategies.fsdp.blocks import (
     refuse_parameters,
     single_numbers,
 )
-from ddp_recipes.strategies.fsdp.calls import Calls, gather_in_steps
+from ddp_recipes.strategies.fsdp.calls import Calls, gather_in_steps, set_backward
 from ddp_recipes.strategies.fsdp.order import Gather, Order, OrderedReduceScatter, ReduceScatter
 from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_of, own_rows
 from ddp_recipes.strategies.fsdp.plan import exchange_of
@@ -75,6 +75,7 @@ class FSDP(Whole, Group):
         self.wholes: OrderedSum | None = None  # of these, and of buffers
         self.group: dist.ProcessGroup  # ranks that hold a replica together
         self.passes = 0  # shards of this step that have begun
+        self.last = True  # whether a pass is the last of its shard
         self.hooks: dict[str, list[Callable[[Tensor], Tensor | None]]] = {}  # of gradients, the user's
         ordered = self.settings.shards is not None
         self.order, self.usage, self.calls = Order((), ordered), Usage(ordered), Calls()
@@ -150,8 +151,10 @@ class FSDP(Whole, Group):
             self.blocks.insert(0, self.calls.watch(module, deal))
         tell_managed(model, False)
         self.order.blocks = [*policies]
+        set_backward(self.blocks, reduces=False, over=False, gives_back=False)
+        model.register_forward_pre_hook(self._gather_anew, prepend=True)
         model.register_forward_hook(self._give_back)
-        gather_in_steps(model, self._give_back)
+        gather_in_steps(model, self._gather_anew, self._give_back)
         for number, block in enumerate(reversed(self.blocks)):
             type(block).__name__ = type(block).__name__.removeprefix("FSDP")  # messages name the user's class
             block.set_gradient_divide_factor(1.0)  # losses are weighted
@@ -168,8 +171,13 @@ class FSDP(Whole, Group):
                 block.set_custom_all_gather(cast(Any, Gather(self.order, number)))
         self._set_replicas(self.peers)
 
+    def _gather_anew(self, *_: Any) -> None:
+        """Give back what an earlier call gathered, in which no backward pass did: weights may have changed."""
+        for block in () if self.calls.in_step else self.blocks:
+            block.reshard()
+
     def _give_back(self, *_: Any) -> None:
-        """Give back what an evaluation gathered: no backward follows that does, and weights may change."""
+        """Give back what an evaluation gathered: no backward pass does."""
         if torch.is_grad_enabled():
             return
         for block in self.blocks:
@@ -211,8 +219,9 @@ class FSDP(Whole, Group):
         self.passes += 1
         if self.passes == 1:
             self.order.begin(step=True)
+            self._gather_anew()
         for each in self.ordered:
-            each.counts, each.done = weight > 0, False
+            each.counts = weight > 0
         if self.ordered or self.passes == 1:  # else torch adds to what is there
             for part in self.parts.values():
                 part.whole.grad = None
@@ -228,20 +237,18 @@ class FSDP(Whole, Group):
             self.wholes.take(weight)
 
     def training_step(self, module: Wrapped, batch: Any, weight: float, last: bool, precision: Passes) -> Tensor:
-        """Run the task, then backward, which exchanges gradients with the last pass of a shard."""
-        model, level = self.blocks[0], self.settings.level
-        over = last and self.passes == self.settings.batch_shards(self.world).count
-        reduces = over if level == 1 and self.settings.shards is None else last
-        model.set_requires_gradient_sync(reduces)
-        model.set_is_last_backward(over)
-        if level == 1:
-            model.set_reshard_after_backward(over)
-        self.calls.begin()
-        with nullcontext() if weight else on_copies(self.task):
-            loss = super().training_step(module, batch, weight, last, precision)
-        if reduces:
-            self.calls.reduce(self.blocks)
-        return loss
+        """Run the task, then backward."""
+        self.last = last
+        with nullcontext() if weight else on_copies(self.task), self.calls.step(self.blocks):
+            return super().training_step(module, batch, weight, last, precision)
+
+    def backward(self, loss: Tensor, precision: Passes) -> None:
+        """Run backward, which exchanges gradients with the last pass of a shard."""
+        whole = self.settings.level == 1
+        over = self.last and self.passes == self.settings.batch_shards(self.world).count
+        reduces = over if whole and self.settings.shards is None else self.last
+        with self.calls.backward(self.blocks, reduces, over, over or not whole):
+            super().backward(loss, precision)
 
     def reduce(self) -> None:
         """Hand over the gradients; they are reduced in backward."""
