@@ -11,9 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from ddp_recipes.errors import RequestError, nearest
 
 T = TypeVar("T")
@@ -90,6 +87,9 @@ def of_environment(hints: Mapping[str, Any], values: Mapping[str, Any]) -> dict[
 def _found(value: Any, hint: Any) -> Any:
     if not isinstance(value, str) or "${oc.env:" not in value or fits(value, hint):
         return value
+    from omegaconf import OmegaConf  # takes 30 ms, and streams that are read by themselves need none of it
+    from omegaconf.errors import OmegaConfBaseException
+
     with suppress(OmegaConfBaseException, ValueError, RecursionError):
         found = OmegaConf.create({"value": value}).value
         if isinstance(found, str) and not fits(found, hint):
