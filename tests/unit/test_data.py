@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ddp_recipes._compat.torch_ import tree_leaves
-from ddp_recipes.data.keyed import Form, collate, samples_in, skip, to_device
+from ddp_recipes.data.keyed import Draw, Form, KeyedDataset, collate, samples_in, skip, to_device
 from ddp_recipes.data.loader import Batch, Loader, is_iterable, size_of
 from ddp_recipes.data.order import BatchPlan, Sequential, Shuffled
 from ddp_recipes.datasets import InMemory, ScaleAndNormalize, digits, fake_images
@@ -53,6 +53,18 @@ class Noisy(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[int, Tensor]:
         return index, torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+
+
+class SometimesNoisy(Noisy):
+    """Few of the samples draw from some of them."""
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        drawn = [
+            torch.rand(()).item() if index % 3 else 0.0,
+            random.random() if index % 5 == 1 else 0.0,
+            np.random.rand() if index % 7 == 2 else 0.0,
+        ]
+        return index, torch.tensor(drawn, dtype=torch.float64)
 
 
 class Stream(IterableDataset[int]):
@@ -182,6 +194,17 @@ def test_random_transforms_draw_the_same_whoever_loads_a_sample() -> None:
     assert drawn(world=2, workers=0, batch=16) == expected
     other = drawn(world=1, workers=0, epoch=1)
     assert all(other[number] != values for number, values in expected.items()), "another epoch draws anew"
+
+
+def test_samples_that_are_the_first_to_draw_draw_the_same() -> None:
+    dataset = KeyedDataset(SometimesNoisy(), 42, "data", collate)
+    order = [Draw(number, 1, number) for number in range(23)]
+    expected = dataset.__getitems__([*order, *order]).data[1][23:]  # by then all generators have been drawn from
+    for number in range(23):
+        again = KeyedDataset(SometimesNoisy(), 42, "data", collate)
+        before = random.getstate()
+        assert torch.equal(again.__getitems__(order[number:]).data[1], expected[number:])
+        assert random.getstate() == before
 
 
 ON_FOUR_THREADS = """

@@ -12,7 +12,16 @@ from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
 
 from ddp_recipes._compat.torch_ import tree_leaves
 from ddp_recipes.devices import is_accelerator
-from ddp_recipes.runtime.seeding import are_rng_states, key, restored, rng_states, seed_cpu, seeded, set_rng_states
+from ddp_recipes.runtime.seeding import (
+    Twins,
+    are_rng_states,
+    key,
+    restored,
+    rng_states,
+    seed_cpu,
+    seeded,
+    set_rng_states,
+)
 from ddp_recipes.runtime.tensors import tensors_in
 
 
@@ -196,7 +205,8 @@ class KeyedDataset(Dataset[Any]):
     """Draws what a sample's random transforms draw from (seed, epoch, sample): the same in any worker of any rank.
 
     A ``__getitems__`` of the data set fetches a batch at once as long as it draws nothing: what it gives is then what
-    each sample by itself would be. Where it draws, samples are fetched again, each with numbers of its own.
+    each sample by itself would be. Where it draws, samples are fetched again, each with numbers of its own. So is one
+    that is the first to draw from ``random`` or NumPy, which are seeded from there on.
 
     A ``set_epoch`` of the data set is called with the epoch before each batch, in whichever process fetches it.
 
@@ -208,6 +218,7 @@ class KeyedDataset(Dataset[Any]):
         self.dataset, self.seed, self.name, self.collate_fn = dataset, seed, name, collate_fn
         self._at_once = callable(of_several(dataset, "__getitems__"))
         self._set_epoch = getattr(dataset, "set_epoch", None)
+        self._twins: Twins | None = Twins()  # until a sample has drawn from random or NumPy
 
     def __getitems__(self, draws: Sequence[Draw]) -> Fetched:
         threads = torch.get_num_threads()
@@ -226,6 +237,8 @@ class KeyedDataset(Dataset[Any]):
         samples = self._fetched_at_once(draws) if self._at_once else None
         if samples is None:
             with restored():
+                if self._twins is not None:
+                    self._twins.settle(0)
                 samples = [self._sample(draw) for draw in draws]
         if self.collate_fn is collate:
             return collate(samples)
@@ -246,16 +259,30 @@ class KeyedDataset(Dataset[Any]):
 
     def _sample(self, draw: Draw) -> Any:
         """Return a sample. It leaves the generators seeded: the batch puts them back once."""
-        seed_cpu(key(self.seed, draw.epoch, draw.number))
+        value = key(self.seed, draw.epoch, draw.number)
+        if self._twins is None:
+            seed_cpu(value)
+        else:
+            torch.default_generator.manual_seed(value)
         try:
-            return self.dataset[draw.sample]
+            sample = self.dataset[draw.sample]
         except Exception as error:
+            if self._has_drawn():
+                return self._sample(draw)
             file = file_of(self.dataset, draw.sample)
             error.add_note(
                 f"{type(error).__name__} of sample {draw.sample} of {self.name}, a {type(self.dataset).__name__} "
                 f"of {len(self.dataset)}{'' if file is None else f', the file {file}'}: {error}"
             )
             raise
+        return self._sample(draw) if self._has_drawn() else sample
+
+    def _has_drawn(self) -> bool:
+        """Whether a sample has drawn from ``random`` or NumPy, as the first one."""
+        if self._twins is None or not self._twins.differ():
+            return False
+        self._twins = None
+        return True
 
 
 def refuse_devices(batch: Any, name: str) -> None:

@@ -71,12 +71,28 @@ def _seed_others(value: int) -> None:
     np.random.seed(value >> 31)  # not the bits that torch takes for the same kind of generator
 
 
+class Twins:
+    """Tell whether something has drawn from ``random`` or NumPy, which take 9 µs to seed: twins that draw along."""
+
+    def __init__(self) -> None:
+        self._random, self._numpy = random.Random(), np.random.RandomState()
+
+    def settle(self, value: int) -> None:
+        """Seed both, and the twins."""
+        _seed_others(value)
+        self._random.seed(value)
+        self._numpy.seed(value >> 31)
+
+    def differ(self) -> bool:
+        """Draw from all of them; return whether something else has since :meth:`settle`."""
+        return random.random() != self._random.random() or np.random.random_sample() != self._numpy.random_sample()
+
+
 class Generators:
     """What a rank's steps draw from: torch's generators, ``random`` and NumPy, a function of the step and the shard.
 
-    The last two take 9 µs to seed, a twelfth of the smallest step, so that begins once a step has drawn from them.
-    Before, they follow a sequence that is keyed by rank and block of steps. Each step takes a number of it: if it is
-    not that of a twin, the step before has drawn.
+    The last two are seeded from when a step has drawn from them. Before, they follow a sequence that is keyed by rank
+    and block of steps. Each step takes a number of it: if it is not that of a twin, the step before has drawn.
 
     Attributes:
         drawn: whether some step did; a checkpoint has to keep it.
@@ -85,7 +101,7 @@ class Generators:
     def __init__(self, seed: int, devices: Sequence[torch.device], rank: int, drawn: bool) -> None:
         self.seed, self.rank, self.drawn = seed, rank, drawn
         self.devices = [*filter(devices_.is_accelerator, devices)]  # looked at once, for that takes a microsecond
-        self._random, self._numpy = random.Random(), np.random.RandomState()
+        self._twins = Twins()
         self._given: set[int] = set()  # seeds of the shards of this step
         self._told = False
 
@@ -125,7 +141,7 @@ class Generators:
 
     def check(self) -> None:
         """Note whether something has drawn from ``random`` or NumPy since :meth:`settle` or the last step began."""
-        if random.random() != self._random.random() or np.random.random_sample() != self._numpy.random_sample():
+        if self._twins.differ():
             self.drawn = True
 
     def settle(self, step: int) -> None:
@@ -134,10 +150,7 @@ class Generators:
         if self.drawn:
             return
         block, number = divmod(step, _STEPS)
-        value = key(self.seed, self.rank, block, 0)
-        _seed_others(value)
-        self._random.seed(value)
-        self._numpy.seed(value >> 31)
+        self._twins.settle(key(self.seed, self.rank, block, 0))
         for _ in range(1, number):
             self.check()
 

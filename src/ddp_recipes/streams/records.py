@@ -144,21 +144,34 @@ class Tar(Records):
 
 
 def _plain_members(content: bytes) -> Row:
-    """Return the files in a part of a tar file; nothing where others than plain ones are in it."""
+    """Return the files in a part of a tar file; nothing where others than plain ones are in it, or something is wrong.
+
+    Fields of a header: POSIX.1-1988, ``ustar``. To have ``tarfile`` read it takes ten times as long.
+    """
     found: Row = {}
     at = 0
     while at < len(content):
-        member = tarfile.TarInfo.frombuf(content[at : at + tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
-        if not member.isreg() or member.type == tarfile.GNUTYPE_SPARSE:
+        header = content[at : at + tarfile.BLOCKSIZE]
+        kind, long_name, checksum = header[156:157], header[345:346], header[148:156]
+        name = header[:100].partition(b"\0")[0]
+        size = _octal(header[124:136])
+        plain = kind == tarfile.REGTYPE and long_name == b"\0" and size >= 0
+        if not plain or sum(header) - sum(checksum) + 8 * ord(" ") != _octal(checksum):
             return {}
-        key, suffix = _key(member.name)
+        key, suffix = _key(name.decode("utf-8", "surrogateescape"))
         at += tarfile.BLOCKSIZE
         if suffix:
-            _add(found, key, suffix, content[at : at + member.size])
-        at += -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+            _add(found, key, suffix, content[at : at + size])
+        at += -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
         if at > len(content):
             raise tarfile.ReadError("unexpected end of data")
     return found
+
+
+def _octal(field: bytes) -> int:
+    """Return the number in a field of a header; -1 where it is written in another way."""
+    digits = field.strip(b" \0")
+    return int(digits, 8) if digits.isdigit() and not digits.strip(b"01234567") else -1
 
 
 def _members(content: bytes) -> Row:
