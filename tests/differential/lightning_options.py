@@ -1,5 +1,6 @@
 """More idioms, of what surrounds a module: its trainer, data, callbacks and checkpoints; and how all are trained."""
 
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -147,6 +148,13 @@ class Stream(IterableDataset[Batch]):
         return islice((self.points[at] for at in range(len(self.points))), None)
 
 
+def _combined(loaders: Any, mode: Any) -> CombinedLoader:
+    with warnings.catch_warnings(
+        action="ignore", category=FutureWarning
+    ):  # of torch's trees, of which it asks old ways
+        return CombinedLoader(loaders, mode)
+
+
 def _data(name: str, **changed: Any) -> None:
     def change(plan: Plan) -> None:
         for key, value in changed.items():
@@ -174,8 +182,7 @@ _data("three_sets", val=[(16, BY_EIGHT), (4, BY_EIGHT), (9, {"batch_size": 4})])
 _data("sets_by_name", val=[(16, BY_EIGHT), (12, BY_EIGHT)], val_as=lambda every: dict(zip("ab", every, strict=True)))
 _data("sets_in_a_tuple", val=[(16, BY_EIGHT), (9, BY_EIGHT)], val_as=tuple)
 _data("one_set_in_a_list", val=[(16, BY_EIGHT), (9, BY_EIGHT)], val_as=lambda every: every[:1])
-_data("combined_sets", val=[(16, BY_EIGHT), (12, BY_EIGHT)], val_as=lambda every: CombinedLoader(every, "sequential"))
-_data("combined_train", train_as=lambda loader: CombinedLoader({"one": loader}, "max_size"))
+_data("combined_sets", val=[(16, BY_EIGHT), (12, BY_EIGHT)], val_as=lambda every: _combined(every, "sequential"))
 _data("subset", train_set=lambda count, seed: Subset(Points(2 * count, seed), range(count)))
 _data("in_order", train_as=lambda made: DataLoader(made.dataset, 8, sampler=SequentialSampler(made.dataset)))
 _data(
@@ -186,6 +193,37 @@ _data(
 )
 _data("val_by_four", val=[(16, {"batch_size": 4})])
 _data("val_of_five", val=[(13, {"batch_size": 5})], alone="ranks have batches of two samples")
+
+
+def _joined(batch: Any) -> Any:
+    """Return one batch of those that come together."""
+    if isinstance(batch, Tensor) or (isinstance(batch, (tuple, list)) and isinstance(batch[0], Tensor)):
+        return batch
+    every = [*(batch.values() if isinstance(batch, dict) else batch)]
+    return tuple(torch.cat(column) for column in zip(*map(_joined, every), strict=True))
+
+
+def _together(name: str, train_as: Callable[[Any], Any]) -> None:
+    def change(plan: Plan) -> None:
+        plan.train_as = train_as
+        plan.on("on_after_batch_transfer", lambda self, batch, dataloader_idx: _joined(batch))
+
+    listed("data", name, change)
+
+
+def _other(loader: Any, count: int, share: int = 1) -> Any:
+    return DataLoader(Points(count, 7), loader.batch_size // share)
+
+
+_together("two_to_train", lambda loader: {"one": loader, "other": _other(loader, 24)})
+_together("longer_and_shorter", lambda loader: [loader, _other(loader, 8, 2), _other(loader, 40)])
+_together("one_in_a_list", lambda loader: [loader])
+_together("ends_with_the_shortest", lambda loader: _combined([loader, _other(loader, 8, 4)], "min_size"))
+_together("goes_on_without_others", lambda loader: _combined([loader, _other(loader, 24)], "max_size"))
+_together(
+    "repeats_the_shortest", lambda loader: _combined({"one": loader, "other": _other(loader, 8)}, "max_size_cycle")
+)
+_together("nested", lambda loader: {"one": (loader,), "others": [_other(loader, 16), _other(loader, 6, 4)]})
 
 
 class Data(L.LightningDataModule):
@@ -209,6 +247,7 @@ class Data(L.LightningDataModule):
         return self.plan.val_loaders() or None
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        batch = _joined(batch)
         if self.trainer.training:
             self.taken += 1
             return (batch[0] * (1 + 0.1 * self.taken), batch[1])

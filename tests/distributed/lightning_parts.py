@@ -339,13 +339,6 @@ class Early(Lit):
         return DataLoader(TensorDataset(torch.ones(4, 10), torch.ones(4, 5)))
 
 
-class Joined(Lit):
-    """Brings two sets to train on."""
-
-    def train_dataloader(self) -> Any:
-        return {name: DataLoader(TensorDataset(torch.ones(4, 10), torch.ones(4, 5))) for name in ("one", "other")}
-
-
 class Vector(Lit):
     """Returns a loss for each of two samples."""
 

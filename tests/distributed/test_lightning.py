@@ -125,7 +125,6 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
         ("Nowhere", [], "logs nothing in training_step with on_step=False and on_epoch=False"),
         ("Removed", [], "Removed has validation_epoch_end, which Lightning 2 does not call .* on_validation_epoch_end"),
         ("Early", LIGHTNING, "estimated_stepping_batches is asked for in setup, before .* Ask for it in configure_opt"),
-        ("Joined", LIGHTNING, "train_dataloader returns a dict of 2 loaders, .*StackDataset"),
         (
             "Combined",
             LIGHTNING,

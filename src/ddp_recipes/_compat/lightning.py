@@ -1,4 +1,7 @@
-"""What torchmetrics keeps private: where its metrics are, what a batch has given them, and their states over ranks."""
+"""What torchmetrics keeps private: where its metrics are, what a batch has given them, and their states over ranks.
+
+And how an epoch of Lightning's ``CombinedLoader`` ends.
+"""
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -67,3 +70,13 @@ def load_state(metric: Any, state: Mapping[str, Any], first: bool) -> None:
         if first or not added_up:
             setattr(metric, name, deepcopy(value))
     metric._update_count = state["updates"]
+
+
+def is_combined(loaders: Any) -> bool:
+    """Whether this is Lightning's ``CombinedLoader``, under whichever name it was installed."""
+    return type(loaders).__name__ == "CombinedLoader"
+
+
+def mode_of(loaders: Any) -> str:
+    """Return how an epoch of several loaders ends: ``CombinedLoader._mode``; without one, as by Lightning's default."""
+    return str(loaders._mode) if is_combined(loaders) else "max_size_cycle"

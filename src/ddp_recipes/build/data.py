@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,8 @@ class Source(NamedTuple):
 
     Attributes:
         sampler, batch_sampler: of the user's own, in place of an order.
+        parts: of a set whose batches are put together of those of several.
+        shortest: whether an epoch ends with the shortest of these.
     """
 
     dataset: Any
@@ -46,6 +49,8 @@ class Source(NamedTuple):
     begin_worker: Callable[[int], None] | None = None  # in each data worker of a set that is read as a stream
     sampler: Any = None
     batch_sampler: Any = None
+    parts: "Mapping[str, Source]" = MappingProxyType({})
+    shortest: bool = False
 
     def collate(self) -> Callable[[list[Any]], Any] | None:
         """Return what makes a batch of samples, where that is a function of the user's own."""
@@ -158,6 +163,14 @@ class Loading:
 
     def _plan(self, source: Source, shards: BatchShards, training: bool, own: bool) -> BatchPlan:
         """Return which samples are in each batch of a split."""
+        if (source.parts or source.batch_sampler is not None) and self.request.run.work in ("plan", "batch_size"):
+            raise RequestError(
+                "plan=true and tune=batch_size cut batches anew: leave out the batch sampler, or train on one loader."
+            )
+        if source.parts:
+            plans = {name: self._plan(part, shards, training, own) for name, part in source.parts.items()}
+            together: BatchPlan = extra("several loaders")(plans, source.dataset, source.shortest)
+            return together
         settings, repeating = source.settings, bool(training and self.trainer.overfit_batches)
         size = self._global_batch(settings, shards, training)
         plan = BatchPlan(
@@ -170,8 +183,6 @@ class Loading:
         )
         if source.batch_sampler is None:
             return replace(plan, order=FirstEpoch(plan.order)) if repeating else plan
-        if self.request.run.work in ("plan", "batch_size"):
-            raise RequestError("plan=true and tune=batch_size cut batches anew: leave out the batch sampler.")
         made: BatchPlan = extra("data.batch_sampler")(source.batch_sampler, source.dataset, plan, repeating)
         return made
 

@@ -15,8 +15,12 @@ from torch.utils.data import (
     default_convert,
 )
 
+from ddp_recipes._compat.lightning import is_combined, mode_of
+from ddp_recipes._compat.torch_ import tree_flatten
 from ddp_recipes.build.data import Source
 from ddp_recipes.config.settings import DataSettings
+from ddp_recipes.data.combined import Collated, Together
+from ddp_recipes.data.keyed import collate
 from ddp_recipes.data.loader import is_iterable
 from ddp_recipes.errors import RequestError
 
@@ -24,17 +28,12 @@ from ddp_recipes.errors import RequestError
 def by_name(split: str, made: Any) -> list[tuple[str, Any]]:
     """Return what a hook returned for a split: one loader, or several with their names or numbers.
 
-    Raises:
-        RequestError: several are to be trained on, of which Lightning puts together the batches.
+    Several to train on are one: their batches come together.
     """
+    if split == "train":
+        return [(split, made)]
     if isinstance(made, (list, tuple)) and len(made) == 1:
         return [(split, made[0])]
-    if split == "train" and isinstance(made, (list, tuple, Mapping)):
-        raise RequestError(
-            f"train_dataloader returns a {type(made).__name__} of {len(made)} loaders, whose batches would come "
-            f"together. Every sample counts once, so one data set is trained on: return one DataLoader, e.g. of a "
-            f"torch.utils.data.StackDataset, whose samples are dicts of theirs."
-        )
     if isinstance(made, (list, tuple)):
         made = dict(enumerate(made))
     if isinstance(made, Mapping):
@@ -51,6 +50,8 @@ def source_of(name: str, loader: Any, settings: DataSettings, replicas: int) -> 
     Raises:
         RequestError: it is no loader, or deals its samples to ranks itself.
     """
+    if isinstance(loader, (list, tuple, Mapping)) or is_combined(loader):
+        return _of_several(loader, settings, replicas)
     if not isinstance(loader, DataLoader):
         return _of_batches(name, loader, settings)
     if is_iterable(loader.dataset):
@@ -83,6 +84,55 @@ def source_of(name: str, loader: Any, settings: DataSettings, replicas: int) -> 
         _settings(loader, settings, replicas), shuffle=type(sampler) is not SequentialSampler, weights=weights
     )
     return Source(loader.dataset, settings, None if loader.collate_fn is default_collate else loader.collate_fn, **own)
+
+
+_MODES = {"max_size_cycle": False, "min_size": True}
+
+
+def _of_several(loaders: Any, settings: DataSettings, replicas: int) -> Source:
+    """Return the source of loaders whose batches come together, as Lightning's ``CombinedLoader`` has them.
+
+    Raises:
+        RequestError: batches of one cannot be told beforehand, or an epoch would end in another way.
+    """
+    mode = mode_of(loaders)
+    if mode not in _MODES:
+        raise RequestError(
+            f"train_dataloader returns a CombinedLoader of mode={mode}. Allowed: {', '.join(_MODES)}, in which each "
+            f"batch has one of each loader."
+        )
+    every, structure = tree_flatten(loaders.iterables if is_combined(loaders) else loaders)
+    parts: dict[str, Source] = {}
+    for number, loader in enumerate(every):
+        name = f"loader {number + 1} of {len(every)}"
+        part = source_of(name, loader, settings, replicas)
+        if is_iterable(part.dataset) or part.batch_sampler is not None:
+            raise RequestError(
+                f"{name} to train on is of {type(part.dataset).__name__}, or has a batch sampler: its batches are not "
+                f"known beforehand, and each comes with one of the others. Give a DataLoader of a set with an index, "
+                f"and a batch_size."
+            )
+        parts[name] = part._replace(
+            settings=_in_proportion(name, part.settings, next(iter(parts.values()), part).settings)
+        )
+    functions = [part.collate() or collate for part in parts.values()]
+    most = max((part.settings for part in parts.values()), key=lambda each: each.num_workers)
+    dataset = Together([part.dataset for part in parts.values()])
+    return Source(dataset, most, Collated(functions, structure), parts=parts, shortest=_MODES[mode])
+
+
+def _in_proportion(name: str, own: DataSettings, first: DataSettings) -> DataSettings:
+    """Return settings with as much of ``data.global_batch_size``, which is the first loader's, as batches are large."""
+    if first.global_batch_size is None:
+        return own
+    size, rest = divmod(first.global_batch_size * own.batch_size, first.batch_size)
+    if rest:
+        raise RequestError(
+            f"data.global_batch_size={first.global_batch_size} is the first loader's to train on, with batches of "
+            f"{first.batch_size}; {name}, with batches of {own.batch_size}, would get no whole number in proportion. "
+            f"Leave it out, or choose another one."
+        )
+    return replace(own, global_batch_size=size)
 
 
 def _shuffles(sampler: Any, dataset: Any) -> bool:

@@ -29,6 +29,7 @@ _HOMES = BEFORE_CONFIG | {  # by what is to be done in place of training, or by 
     "what is compiled in a step": "ddp_recipes.build.blocks:Compiles",
     "data.datamodule": "ddp_recipes.build.dataloaders:by_name",
     "a DataLoader of the task": "ddp_recipes.build.dataloaders:source_of",
+    "several loaders": "ddp_recipes.data.combined:combined",
     "an IterableDataset": "ddp_recipes.build.iterables:iterable_loader",
     "data.sampler": "ddp_recipes.data.samplers:sampled",
     "data.batch_sampler": "ddp_recipes.data.samplers:batched",

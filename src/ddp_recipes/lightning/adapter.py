@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.lightning import as_it_is, metrics_in
+from ddp_recipes._compat.lightning import as_it_is, is_combined, metrics_in
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.data.keyed import samples_in, to_device
 from ddp_recipes.data.loader import Batch
@@ -174,11 +174,10 @@ class LightningTask(Task):
                 f"data module as data.datamodule, or choose another data."
             )
         for split, made in found.items():
-            if type(made).__name__ == "CombinedLoader":  # which gives tuples of batch and numbers
+            if split != "train" and is_combined(made):  # which gives tuples of batch and numbers
                 raise RequestError(
                     f"{type(self.data_hooks.module).__name__}.{split}_dataloader returns a CombinedLoader. Return the "
-                    f"list or dict of its loaders, which are evaluated one after the other; to train on several at a "
-                    f"time have torch's StackDataset in one loader."
+                    f"list or dict of its loaders, which are evaluated one after the other."
                 )
         self.trainer.brought = found
         return found
