@@ -33,7 +33,7 @@ from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import make_job, on_ranks
 from ddp_recipes.tools.dry_run import make_plan
-from ddp_recipes.tools.dry_run.memory_tracker import bytes_of
+from ddp_recipes.tools.dry_run.memory import bytes_of
 from ddp_recipes.training.metrics import evaluate
 from ddp_recipes.training.update import clip, forward_backward
 

@@ -24,7 +24,7 @@ from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
 from ddp_recipes.testing import make_job, on_ranks
 from ddp_recipes.tools.dry_run.backward import backward, roots_of
-from ddp_recipes.tools.dry_run.memory_tracker import MemoryTracker
+from ddp_recipes.tools.dry_run.memory import MemoryTracker
 from ddp_recipes.training.metrics import evaluate
 from ddp_recipes.training.state import Run as TrainingRun
 from ddp_recipes.training.update import forward_backward

@@ -8,8 +8,6 @@ from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Collective
 from ddp_recipes.tools.dry_run import counts
 
-ONCE = {"step": 1}
-
 PLANS = [
     BatchPlan(Sequential(61), 8, 3),
     BatchPlan(Sequential(61), 8, 3, drop_last=True),
@@ -22,7 +20,7 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS)
 def test_samples_are_those_that_batches_hold(plan: BatchPlan) -> None:
     totals = [plan.size(batch) for batch in range(plan.num_batches)]
-    assert counts.epoch_of(plan) == sum(totals)
+    assert counts.samples_of(plan) == sum(totals)
     for shard in range(plan.num_shards):
         sizes = [plan.size(batch, shard) for batch in range(plan.num_batches)]
         assert counts.samples_of(plan, shard) == sum(sizes)
@@ -53,39 +51,44 @@ def test_the_bubble_is_what_counting_turns_gives(stages: int, micro_batches: int
         assert bubble(interleaved) == pytest.approx((stages - 1) / (2 * micro_batches + stages - 1))
 
 
+def leaving(collectives: list[Collective], world: World, at_link: int, batches: int = 1) -> float:
+    """Return what leaves a link, given the collectives that rank 0 takes part in."""
+    every = [one for each in collectives for one in counts.of_all_ranks(each, world.world_size)]
+    return counts.leaving(every, {"batch": batches, "step": 1}, at_link)
+
+
 def test_what_leaves_a_node_bounds_the_time() -> None:
     alone = World(world_size=1, local_world_size=1)
     node = World(world_size=8, local_world_size=8)
     nodes = World(world_size=32, local_world_size=8)
-    for world, share in ((alone, 0.0), (node, 2 * 7 / 8), (nodes, 2 * 3 / 4)):
+    for world, at_link, share in ((alone, 1, 0.0), (node, 1, 2 * 7 / 8), (nodes, 8, 2 * 3 / 4)):
         reduced = [Collective("all_reduced", 10**9, range(world.world_size))]
-        assert counts.link_seconds(counts.leaving(reduced, ONCE, world), gbps=8.0) == pytest.approx(share)
+        assert counts.link_seconds(leaving(reduced, world, at_link), gbps=8.0) == pytest.approx(share)
     exact = [Collective("scattered", 12 * 10**9, range(8)), Collective("gathered", 10**9 // 8, range(8))]
-    assert counts.sent(exact, ONCE) == pytest.approx(12 * 10**9 * 7 / 8 + 7 / 8 * 10**9)
+    assert leaving(exact, node, 1) == pytest.approx(12 * 10**9 * 7 / 8 + 7 / 8 * 10**9)
 
 
 def test_what_leaves_a_node_of_sharded_replicas() -> None:
     """Four nodes of 8 ranks, a replica on each, gathers of each of 2 batches; then one on two nodes each."""
-    world, times = World(world_size=32, local_world_size=8), {"batch": 2, "step": 1}
+    world = World(world_size=32, local_world_size=8)
     for ranks, gathered, reduced in ((8, 0, 8 * 2 * 3 / 4), (16, 8 * 2 * 10, 8 * 2 * 1 / 2)):
         within = [Collective("gathered", 10, range(ranks), "batch")]
         across = [Collective("all_reduced", 1, range(0, 32, ranks))]
-        assert counts.leaving(within, times, world) == gathered
-        assert counts.leaving(across, times, world) == pytest.approx(reduced)
-        assert counts.sent(within, times) == 2 * 10 * (ranks - 1)
+        assert leaving(within, world, 8, batches=2) == gathered
+        assert leaving(across, world, 8) == pytest.approx(reduced)
+        assert leaving(within, world, 1, batches=2) == 2 * 10 * (ranks - 1)
 
 
 def test_what_leaves_a_node_of_pipelines() -> None:
     """Three processes, with 100, 200 and 300 bytes of gradients; 10 and 20 cross forward, 1 and 2 backward."""
-    reduced, passed = [100, 200, 300], [(10, 1), (20, 2)]
 
-    def leaving(world_size: int, ranks: int) -> int:
-        return counts.leaving_of_pipelines(reduced, passed, World(world_size=world_size), ranks)
+    def leaving(world_size: int, at_link: int) -> float:
+        sent = counts.of_pipelines([100, 200, 300], [(10, 1), (20, 2)], world_size)
+        return counts.leaving(sent, {"batch": 1, "step": 1}, at_link)
 
     assert leaving(3, 1) == 21  # one replica: the middle process passes on most
     assert leaving(6, 1) == 302  # two: the last one sends its gradients, 2 (2 - 1) / 2 of them
     assert leaving(6, 6) == 0
     assert leaving(6, 3) == 600  # a replica on each node: all of the model's gradients
-    assert (
-        leaving(6, 2) == 501
-    )  # the second replica begins on the second node: the third one has 200, 300 and 1 to send
+    # The second replica begins on the second node: the third one has 200, 300 and 1 to send.
+    assert leaving(6, 2) == 501

@@ -46,12 +46,13 @@ class Collective:
     """What a rank gives to a kind of collective, for a dry run.
 
     Attributes:
+        kind: ``passed`` is from the first of two ranks to the other.
         bytes: each time; to a broadcast rank 0 gives them.
         ranks: that take part where rank 0 does.
         every: when it does: each batch, each optimizer step, or each step that clips by norm.
     """
 
-    kind: Literal["all_reduced", "reduce_scattered", "scattered", "gathered", "broadcast"]
+    kind: Literal["all_reduced", "reduce_scattered", "scattered", "gathered", "broadcast", "passed"]
     bytes: int
     ranks: range
     every: Literal["batch", "step", "norm"] = "step"

@@ -3,12 +3,12 @@
 import json
 import logging
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.devices import HOST, memory_of_one, names
-from ddp_recipes.model_parallel.timeline import bubble, cells_of, order, timeline
+from ddp_recipes.model_parallel.timeline import bubble, cells_of
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.progress import in_bytes, table
 from ddp_recipes.reporting.run_directory import write_text
@@ -16,7 +16,8 @@ from ddp_recipes.tools.dry_run import counts
 from ddp_recipes.tools.dry_run.cluster import Layout
 from ddp_recipes.tools.dry_run.counts import checkpoint_bytes, exchange_of
 from ddp_recipes.tools.dry_run.findings import findings
-from ddp_recipes.tools.dry_run.fitting import fit, run_step
+from ddp_recipes.tools.dry_run.fitting import fit
+from ddp_recipes.tools.dry_run.replica import run_step, shape_of
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +43,20 @@ def make_plan(recipe: Recipe) -> Plan:
     layout = recipe.devices.layout
     assert layout is not None
     recipe.request.strategy.check_dry_run(layout.device_type, layout.gpus)
-    step = run_step(recipe)
+    replica = run_step(recipe)
     capacity = capacity_of(recipe, layout)
     planned = {
         **layout_of(recipe, layout, capacity),
         **batches_of(recipe),
-        "memory": None if step.failure else [asdict(each) | {"peak": each.peak} for each in step.memory()],
-        "memory_of_replica": step.whole,
-        "exchange": exchange_of(recipe, step),
+        "memory": None if replica.failure else replica.memory,
+        "memory_of_replica": replica.whole,
+        "exchange": exchange_of(recipe, replica),
         "pipeline": pipeline_of(recipe),
-        "checkpoint_bytes": checkpoint_bytes(recipe, step),
+        "checkpoint_bytes": checkpoint_bytes(recipe, replica),
         "data": data_of(recipe),
     }
-    fits = fit(recipe, step, capacity) if capacity is not None else {}
-    return {**planned, **fits, "findings": findings(recipe, step, {**planned, **fits})}
+    fits = fit(recipe, replica, capacity) if capacity is not None else {}
+    return {**planned, **fits, "findings": findings(recipe, replica, {**planned, **fits})}
 
 
 def capacity_of(recipe: Recipe, layout: Layout) -> int | None:
@@ -102,7 +103,7 @@ def batches_of(recipe: Recipe) -> Plan:
     train = recipe.loaders["train"]
     steps, accumulate = recipe.total_steps, recipe.trainer.accumulate_grad_batches
     batches = None if steps is None else counts.batches_of(steps, len(train), accumulate)
-    epoch = counts.epoch_of(train.plan)
+    epoch = counts.samples_of(train.plan)
     return {
         "global_batch_size": train.plan.global_batch_size,
         "batch_size": train.plan.size(0, 0),
@@ -126,27 +127,17 @@ def data_of(recipe: Recipe) -> dict[str, str]:
 
 def pipeline_of(recipe: Recipe) -> Plan | None:
     """Return how long the devices of a replica have nothing to do, where it has several."""
-    k, asked, pipeline = (
-        recipe.request.num_devices,
-        recipe.request.model.micro_batches,
-        recipe.request.strategy.pipeline,
-    )
-    if pipeline is not None:
-        return {
-            "schedule": pipeline.schedule,
-            "stages": pipeline.stages,
-            "stages_per_process": pipeline.each,
-            "micro_batches": pipeline.micro_batches,
-            "bubble": bubble(cells_of(pipeline)),
-        }
-    if k == 1:
+    shape, staged = shape_of(recipe), recipe.request.strategy.pipeline is not None
+    if not staged:
+        shape = replace(shape, micro_batches=min(shape.micro_batches, recipe.loaders["train"].plan.size(0, 0)))
+    if shape.stages == 1:
         return None
-    micro_batches = min(asked, recipe.loaders["train"].plan.size(0, 0))
     return {
-        "schedule": "gpipe",
-        "stages": k,
-        "micro_batches": micro_batches,
-        "bubble": bubble(timeline(order("gpipe", k, k, micro_batches), k)),
+        "schedule": shape.schedule,
+        "stages": shape.stages,
+        **({"stages_per_process": shape.each} if staged else {}),
+        "micro_batches": shape.micro_batches,
+        "bubble": bubble(cells_of(shape)),
     }
 
 

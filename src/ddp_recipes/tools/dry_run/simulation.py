@@ -1,7 +1,5 @@
 """A batch through the stages of one process of a pipeline, micro-batch by micro-batch, without the other processes.
 
-And the memory of each process, from a dry run of one after the other.
-
 Messages are not sent. What is received is there without data, for as long as ``torch.distributed.pipelining`` keeps it.
 """
 
@@ -16,20 +14,104 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ddp_recipes._compat.dispatch import FakeTensorMode
+from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.parallelism import PipelineShape
 from ddp_recipes.model_parallel.pipeline import Pipeline, joined
 from ddp_recipes.model_parallel.placement import META, Layout
 from ddp_recipes.model_parallel.timeline import BACKWARD, FORWARD, Work, order, requested
-from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange
 from ddp_recipes.strategies.collectives import in_buckets
-from ddp_recipes.tasks import Task
-from ddp_recipes.tasks.fake import new_mode, without_data
+from ddp_recipes.tasks.fake import without_data
 from ddp_recipes.tools.dry_run.backward import backward
-from ddp_recipes.tools.dry_run.memory import Batches, DeviceMemory, Step
-from ddp_recipes.tools.dry_run.memory_tracker import Bytes, Saved, forward
+from ddp_recipes.tools.dry_run.memory import Bytes, Saved, Step
 
 Key = tuple[int, int]  # a stage, and the number of a micro-batch
+
+
+class PipelineStep(Step):
+    """A step of one process of a pipeline, which has the weights of its own stages alone.
+
+    Attributes:
+        reduced: bytes that it gives to all-reduces in a step.
+    """
+
+    def __init__(self, recipe: Recipe, layout: Layout, device: torch.device, mode: FakeTensorMode) -> None:
+        places = [device if stage in layout.mine else META for stage in range(layout.stages)]
+        copied = without_data(recipe.task, layout.stages_of(recipe.task), places, mode)
+        super().__init__(recipe, copied, [device], mode, Exchange())
+        self.reduced = 0
+        shape = recipe.request.strategy.pipeline
+        assert shape is not None
+        with mode:
+            self.pipeline = SimulatedPipeline(self, layout, shape)
+
+    def _forward_backward(self, batch: Any, first: bool, last: bool) -> None:
+        self.pipeline.run("training_step", batch)
+        self.figures["activations"] = self.pipeline.activations
+
+    def _put(self) -> None:
+        """Add up the gradients of replicas."""
+        if self.recipe.world.world_size == self.pipeline.layout.processes:
+            return
+        marks = torch.empty(len(self.trained), dtype=torch.int32, device=self.devices[0])
+
+        def reduce(tensor: Tensor) -> None:
+            self.reduced += tensor.nbytes
+
+        reduce(marks)
+        in_buckets([each.grad for each in self.trained.values() if each.grad is not None], reduce)
+
+    def _validate(self, batch: Any) -> None:
+        outputs, sizes = self.pipeline.run("validation_step", batch)
+        if outputs:
+            joined(outputs, sizes)
+
+
+class SimulatedPipeline(Pipeline):
+    """The pipeline of one process, without the others.
+
+    Attributes:
+        activations: the most that autograd keeps at a time.
+        sent: bytes that cross each cut in a training step, forward and backward.
+    """
+
+    def __init__(self, process: PipelineStep, layout: Layout, shape: PipelineShape) -> None:
+        super().__init__(process.task, layout, shape.schedule, shape.micro_batches, None, process.devices[0])
+        self.process = process
+        self.activations = Bytes()
+        self.sent: dict[int, tuple[int, int]] = {}
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Return a context that does nothing: a dry run draws no random numbers."""
+        yield
+
+    @contextmanager
+    def _within(self, stage: int, number: int) -> Iterator[None]:
+        with self.process.forward(cached=False):
+            yield
+
+    def works(self) -> Iterator[tuple[Work, list[Work]]]:
+        """Yield the work of this process, and before each piece what inputs it asks for.
+
+        With ``1f1b`` what is there at a time shows in a few micro-batches: it repeats itself once it is under way.
+        """
+        layout, count = self.layout, self.micro_batches
+        if self.training and self.schedule == "1f1b":
+            count = min(count, layout.processes + 2)
+        orders = order(self.schedule, layout.stages, layout.processes, count)
+        works = orders[layout.process]
+        needed = [[work] for work in works]
+        if len(layout.mine) > 1:
+            needed = requested(orders, layout.stages)[layout.process]
+        return zip(works, needed, strict=True)
+
+    def _schedule(self, crossing: Mapping[int, Sequence[Tensor]]) -> Callable[[], None]:
+        if self.training:
+            for cut, tensors in crossing.items():
+                back = sum(each.nbytes for each in tensors if each.requires_grad)
+                self.sent[cut] = (sum(each.nbytes for each in tensors) * self.micro_batches, back * self.micro_batches)
+        return lambda: _Simulation(self, crossing).run()
 
 
 @dataclass
@@ -44,68 +126,6 @@ class _Passed:
     received: list[Tensor]
     roots: list[GradientEdge]
     kept: Bytes
-
-
-class SimulatedPipeline(Pipeline):
-    """The pipeline of one process, without the others.
-
-    Args:
-        known: memory that is no activation.
-        accumulate: takes the gradient of a leaf.
-
-    Attributes:
-        activations: the most that autograd keeps at a time.
-        sent: bytes that cross each cut in a training step, forward and backward.
-    """
-
-    def __init__(
-        self,
-        task: Task,
-        layout: Layout,
-        settings: PipelineShape,
-        device: torch.device,
-        precision: str,
-        known: set[int],
-        accumulate: Callable[[Tensor, Tensor], None],
-    ) -> None:
-        super().__init__(task, layout, settings.schedule, settings.micro_batches, None, device)
-        self.settings = settings
-        self.precision, self.known, self.accumulate = precision, known, accumulate
-        self.activations = Bytes()
-        self.sent: dict[int, tuple[int, int]] = {}
-
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Return a context that does nothing: a dry run draws no random numbers."""
-        yield
-
-    @contextmanager
-    def _within(self, stage: int, number: int) -> Iterator[None]:
-        with forward(self.device.type, self.precision, cached=False):
-            yield
-
-    def works(self) -> list[tuple[Work, list[Work]]]:
-        """Return the work of this process, and before each piece what inputs it asks for.
-
-        With ``1f1b`` what is there at a time shows in a few micro-batches: it repeats itself once it is under way.
-        """
-        settings = self.settings
-        n, count = settings.processes, settings.micro_batches
-        if self.training and settings.schedule == "1f1b":
-            count = min(count, n + 2)
-        orders = order(settings.schedule, settings.stages, n, count)
-        works = orders[self.layout.process]
-        needed = [[work] for work in works]
-        if settings.each > 1:
-            needed = requested(orders, settings.stages)[self.layout.process]
-        return list(zip(works, needed, strict=True))
-
-    def _schedule(self, crossing: Mapping[int, Sequence[Tensor]]) -> Callable[[], None]:
-        if self.training:
-            for cut, tensors in crossing.items():
-                back = sum(each.nbytes for each in tensors if each.requires_grad)
-                self.sent[cut] = (sum(each.nbytes for each in tensors) * self.micro_batches, back * self.micro_batches)
-        return lambda: _Simulation(self, crossing).run()
 
 
 class _Simulation:
@@ -152,7 +172,7 @@ class _Simulation:
         pipeline, key, received = self.pipeline, (work.stage, work.micro_batch), self.received.pop(work, [])
         for tensor, like in zip(received, self.crossing.get(work.stage, ()), strict=True):
             tensor.requires_grad_(like.requires_grad)
-        saved = Saved(pipeline.known)
+        saved = Saved(pipeline.process.known)
         with saved:
             given = pipeline.forward(work.stage, *received)
         outputs = given if isinstance(given, tuple) else (given,)
@@ -171,108 +191,10 @@ class _Simulation:
         roots = list(zip(passed.roots, given, strict=True))
         passed.roots.clear()
         with torch.no_grad():
-            backward(roots, self.pipeline.accumulate)
+            backward(roots, partial(self.pipeline.process.take, False))
         self.kept -= passed.kept
         if self.schedule == "1f1b":
             self.gradients.clear()
         self.gradients.append([each.grad for each in passed.received])
         for each in passed.received:
             each.grad = None
-
-
-class Process(Step):
-    """A step of one process of a pipeline, which has the weights of its own stages alone."""
-
-    def __init__(
-        self,
-        task: Task,
-        layout: Layout,
-        settings: PipelineShape,
-        device: torch.device,
-        mode: FakeTensorMode,
-        make_optimizer: Callable[[Task], torch.optim.Optimizer],
-        precision: str,
-        replicas: int,
-    ) -> None:
-        places = [device if stage in layout.mine else META for stage in range(layout.stages)]
-        copied = without_data(task, layout.stages_of(task), places, mode)
-        super().__init__(copied, [device], mode, Exchange(), make_optimizer, precision)
-        self.replicas, self.reduced = replicas, 0
-        with mode:
-            self.pipeline = SimulatedPipeline(
-                copied, layout, settings, device, self.precision, self.known, partial(self._take, False)
-            )
-
-    def _forward_backward(self, batch: Any, first: bool, last: bool) -> None:
-        self.pipeline.run("training_step", batch)
-        self.activations = self.pipeline.activations
-
-    def _put(self) -> None:
-        """Add up the gradients of replicas."""
-        if self.replicas == 1:
-            return
-        marks = torch.empty(len(self.trained), dtype=torch.int32, device=self.devices[0])
-
-        def reduce(tensor: Tensor) -> None:
-            self.reduced += tensor.nbytes
-
-        reduce(marks)
-        in_buckets([each.grad for each in self.trained.values() if each.grad is not None], reduce)
-
-    def _validate(self, batch: Any) -> None:
-        outputs, sizes = self.pipeline.run("validation_step", batch)
-        if outputs:
-            joined(outputs, sizes)
-
-
-class PipelineSteps:
-    """A dry run of all processes of a replica, one after the other.
-
-    Attributes:
-        failure: of the first process that has one; ``unused`` are those of all.
-        reduced: bytes that each process gives to all-reduces in a step.
-        passed: bytes that cross each cut in a batch, forward and backward; ``None`` where that is not known.
-    """
-
-    whole = False
-
-    def __init__(
-        self,
-        task: Task,
-        starts: Sequence[str],
-        device: torch.device,
-        settings: PipelineShape,
-        world: World,
-        make_optimizer: Callable[[Task], torch.optim.Optimizer],
-        batches: Batches,
-        precision: str,
-    ) -> None:
-        self.mode = mode = new_mode()
-        replicas = world.world_size // settings.processes
-        self.processes: list[Process] = []
-        for number in range(settings.processes):
-            layout = Layout(starts, settings.processes, number)
-            process = Process(task, layout, settings, device, mode, make_optimizer, precision, replicas)
-            process.run(batches)
-            self.processes.append(process)
-        self.failure = next((each.failure for each in self.processes if each.failure is not None), None)
-        self.unused = [name for each in self.processes for name in each.unused]
-        self.reduced = [each.reduced for each in self.processes]
-        crossing = {cut: sent for each in self.processes for cut, sent in each.pipeline.sent.items()}
-        self.passed = None if self.failure else [crossing[cut] for cut in sorted(crossing)]
-
-    def memory(self) -> list[DeviceMemory]:
-        """Return what each process holds."""
-        return [memory for each in self.processes for memory in each.memory()]
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint has of model and optimizer, put together of all processes'."""
-        weights: dict[str, Tensor] = {}
-        optimizer: dict[str, Any] = {}
-        state: dict[int, Any] = {}
-        for each in self.processes:
-            mine = each.task.weights()
-            weights |= {name: value for name, value in mine.items() if value.device != META or name not in weights}
-            optimizer = each.optimizer.state_dict()
-            state |= optimizer["state"]
-        return {"model": weights, "optimizer": {**optimizer, "state": dict(sorted(state.items()))}}
