@@ -10,11 +10,13 @@ import torch
 from torch.serialization import skip_data
 
 from ddp_recipes.build.recipe import Recipe
-from ddp_recipes.build.run import make_run, make_stop_controller
+from ddp_recipes.build.run import make_optimizer, make_run, make_stop_controller
 from ddp_recipes.checkpointing.files import FORMAT
 from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.strategies import Single
 from ddp_recipes.strategies.base import Collective
+from ddp_recipes.tasks.fake import new_mode, without_data
+from ddp_recipes.tools.dry_run.memory import as_on
 from ddp_recipes.tools.dry_run.replica import Replica
 from ddp_recipes.tools.dry_run.simulation import PipelineStep
 from ddp_recipes.training.state import gather_state
@@ -25,16 +27,10 @@ def samples_of(plan: BatchPlan, shard: int | None = None) -> int:
     return (plan.num_batches - 1) * plan.size(0, shard) + plan.size(plan.num_batches - 1, shard)
 
 
-def samples_seen(plan: BatchPlan, batches: int) -> int:
-    """Return how many samples so many batches hold, over as many epochs as they take."""
-    epochs, rest = divmod(batches, plan.num_batches)
-    return epochs * samples_of(plan) + min(rest * plan.global_batch_size, samples_of(plan))
-
-
-def batches_of(steps: int, batches_an_epoch: int, accumulate: int) -> int:
-    """Return how many batches so many optimizer steps take; the last one of an epoch may take fewer."""
-    epochs, rest = divmod(steps, -(-batches_an_epoch // accumulate))
-    return epochs * batches_an_epoch + rest * accumulate
+def samples_seen(plan: BatchPlan, steps: int, accumulate: int) -> int:
+    """Return how many samples so many optimizer steps take; the last one of an epoch may accumulate fewer batches."""
+    epochs, rest = divmod(steps, -(-plan.num_batches // accumulate))
+    return epochs * samples_of(plan) + rest * accumulate * plan.global_batch_size
 
 
 # --- what ranks send -------------------------------------------------------------------------------------------------
@@ -59,12 +55,13 @@ def exchange_of(recipe: Recipe, replica: Replica) -> dict[str, Any]:
     for each in collectives:
         given.update(dict.fromkeys(((each.kind, rank) for rank in _givers(each)), times[each.every] * each.bytes))
     most = {kind: max((size for (of, _), size in given.items() if of == kind), default=0) for kind in KINDS}
-    at_link = world.local_world_size if world.nnodes > 1 else 1
+    at_link = world.local_world_size if world.nnodes > 1 else 1  # what is within a node takes no time
+    bits = 8 * leaving(collectives, times, at_link)
     return {
         **{f"{kind}_bytes": size for kind, size in most.items()},
         **({"passed_bytes": None} if staged and replica.failure else {}),
         "sent_bytes_a_rank": round(leaving(collectives, times, 1)),
-        "at_least_seconds": None if gbps is None else link_seconds(leaving(collectives, times, at_link), gbps),
+        "at_least_seconds": None if gbps is None else bits / (gbps * 1e9),
     }
 
 
@@ -119,37 +116,41 @@ def _givers(collective: Collective) -> range:
     return collective.ranks[:1] if collective.kind == "passed" else collective.ranks
 
 
-def link_seconds(leaving: float, gbps: float) -> float:
-    """Return the seconds that so many bytes take at least to leave a link, if all of it is at the link's full speed.
-
-    What is within a node takes no time. Some of it may overlap with computing.
-
-    Args:
-        gbps: of the link, each way, in 10^9 bits a second.
-    """
-    return leaving * 8 / (gbps * 1e9)
-
-
 # --- what is saved ---------------------------------------------------------------------------------------------------
 
 
 def checkpoint_bytes(recipe: Recipe, replica: Replica) -> int:
     """Return the size of a checkpoint: it is written to where only the bytes are counted, with no data in it."""
+    stepped = state_of(recipe, replica)  # before the task is a run's, which cannot be copied
     run = make_run(recipe, make_stop_controller(recipe), Single())  # there is nobody to gather from
     names, steps = [], recipe.total_steps
     if steps != 0:
         names = [f"train/{name}" for name in ("loss", "lr", "samples_per_second", "epoch", "grad_norm")]
     names += [f"{split}/{name}" for split in run.val for name in ("loss", *recipe.task.metrics)]
     state = gather_state(run) | {
-        **replica.state(),
+        **stepped,
         "metrics": dict.fromkeys(names, 0.0),
         "world_size": recipe.world.world_size,
         "checkpointer": {"values": {"1": 0.0}},
     }
     sink = _Counted()
-    with replica.mode, skip_data(materialize_fake_tensors=True):
+    with new_mode(), skip_data(materialize_fake_tensors=True):
         torch.save({"format": FORMAT, **state}, sink)  # type: ignore[arg-type]
     return sink.size
+
+
+def state_of(recipe: Recipe, replica: Replica) -> dict[str, Any]:
+    """Return what a checkpoint has of model and optimizer, which have stepped, without data."""
+    device, mode = replica.steps[0].devices[0], new_mode()
+    task = without_data(recipe.task, {}, [device], mode)
+    with mode:
+        optimizer = make_optimizer(recipe.job.config, task, may_fuse=recipe.may_fuse)
+        as_on(optimizer, device.type)
+        for name, each in task.named_parameters():
+            if each.requires_grad and name.removeprefix("model.") not in replica.unused:
+                each.grad = torch.empty_like(each)
+        optimizer.step()
+    return {"model": task.weights(), "optimizer": optimizer.state_dict()}
 
 
 class _Counted:

@@ -8,7 +8,7 @@ Not in it: what libraries take beside it (cuBLAS, cuDNN and NCCL workspaces, the
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,8 @@ Bytes = Counter[torch.device]
 
 STATE = ("weights", "gradients", "optimizer", "exchange")  # what is held whatever the batch
 FIGURES = (*STATE, "batch", "activations", "training", "validation")
+
+_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 class Step:
@@ -84,7 +86,7 @@ class Step:
         self.tracker.add((*weights, *exchange.held))
         self.tracker.leave_out(exchange.parts)
         with mode, torch.enable_grad(), in_place(task, exchange.parts):
-            self.optimizer = self._make_optimizer()
+            self.optimizer = make_optimizer(recipe.job.config, task, may_fuse=recipe.may_fuse)
             if needs_closure(self.optimizer):
                 raise RequestError(
                     f"plan=true takes a step by one backward pass a batch, and {type(self.optimizer).__name__} takes "
@@ -107,7 +109,6 @@ class Step:
                 raise
             except Exception as error:  # noqa: BLE001 - what fails for another reason fails in the run as well, with its traceback
                 self.failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-                self._step_without_running()
             self.figures["optimizer"] = bytes_of(tree_leaves(list(self.optimizer.state.values())))
 
     def _steps(self, train: Any, val: Sequence[Any]) -> None:
@@ -148,18 +149,10 @@ class Step:
                     fake_batch(each, device)
             figures["validation"] = tracker.peak
 
-    def _step_without_running(self) -> None:
-        """Have the optimizer make its state."""
-        for parameter in self.trained.values():
-            parameter.grad = torch.empty_like(parameter)
-        self._put()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
     def _forward_backward(self, batch: Any, first: bool, last: bool) -> None:
         """Run one batch of an optimizer step, and count the activations of the first one."""
         saved = Saved(self.known)
-        with saved if first else nullcontext(), self.forward():
+        with saved if first else nullcontext(), self.forward_context():
             loss = self.task(batch).loss
         if first:
             self.figures["activations"] = saved.bytes
@@ -168,9 +161,26 @@ class Step:
         with torch.no_grad():
             backward(roots, partial(self.take, last))
 
-    def forward(self, *, cached: bool = True) -> AbstractContextManager[None]:
-        """Return the context of a forward pass."""
-        return forward(self.devices[0].type, self.recipe.trainer.precision, cached=cached)
+    @contextmanager
+    def forward_context(self, cached: bool = True) -> Iterator[None]:
+        """Do what a precision does in a forward pass: ``torch.autocast`` does nothing for CUDA without a driver."""
+        kind, precision = self.devices[0].type, self.recipe.trainer.precision
+        if (dtype := _MIXED.get(precision)) is None:
+            with make_precision(precision, kind).forward():
+                yield
+            return
+        before = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(cached)
+        torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_enabled(kind, True)
+        torch.autocast_increment_nesting()
+        try:
+            yield
+        finally:
+            torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
+            torch.set_autocast_enabled(kind, False)
+            torch.set_autocast_cache_enabled(before)
 
     def take(self, last: bool, leaf: Tensor, gradient: Tensor) -> None:
         """Take a gradient: where a strategy has a place of its own for it, it goes there."""
@@ -188,21 +198,8 @@ class Step:
                 parameter.grad = place
 
     def _validate(self, batch: Any) -> None:
-        with self.forward():
+        with self.forward_context():
             self.task.validation_step(batch)
-
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.recipe.job.config, self.task, may_fuse=self.recipe.may_fuse)
-
-    def make_whole(self) -> None:
-        """Have parameters and the optimizer's state be what a checkpoint has: also what other ranks have."""
-        if self.exchange.parts:
-            with self.mode:
-                for whole, own in self.exchange.parts.items():
-                    whole.data = whole.data.to(own)
-                self.optimizer = self._make_optimizer()
-                self.trained = {name: each for name, each in self.task.named_parameters() if each.requires_grad}
-                self._step_without_running()
 
 
 def step_of_replica(
@@ -298,34 +295,6 @@ def bytes_of(tensors: Iterable[Any], besides: Iterable[Tensor] = ()) -> Bytes:
 def storages(tensors: Iterable[Any]) -> Iterator[int]:
     """Return which memory each tensor lies in."""
     return (storage_key(tensor) for tensor in tensors if isinstance(tensor, Tensor))
-
-
-_MIXED = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-
-@contextmanager
-def forward(device_type: str, precision: str, *, cached: bool = True) -> Iterator[None]:
-    """Do what a precision does in a forward pass: ``torch.autocast`` does nothing for CUDA where there is no driver.
-
-    Args:
-        precision: as ``trainer.precision``.
-    """
-    if (dtype := _MIXED.get(precision)) is None:
-        with make_precision(precision, device_type).forward():
-            yield
-        return
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(cached)
-    torch.set_autocast_dtype(device_type, dtype)
-    torch.set_autocast_enabled(device_type, True)
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        torch.autocast_decrement_nesting()
-        torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device_type, False)
-        torch.set_autocast_cache_enabled(before)
 
 
 def as_on(optimizer: torch.optim.Optimizer, device_type: str) -> None:

@@ -102,7 +102,6 @@ def batches_of(recipe: Recipe) -> Plan:
     """Return how many samples, batches and steps there are."""
     train = recipe.loaders["train"]
     steps, accumulate = recipe.total_steps, recipe.trainer.accumulate_grad_batches
-    batches = None if steps is None else counts.batches_of(steps, len(train), accumulate)
     epoch = counts.samples_of(train.plan)
     return {
         "global_batch_size": train.plan.global_batch_size,
@@ -114,7 +113,7 @@ def batches_of(recipe: Recipe) -> Plan:
         "samples": train.plan.num_samples,
         "samples_an_epoch": epoch,
         "samples_dropped_an_epoch": train.plan.num_samples - epoch,
-        "samples_seen": None if batches is None else counts.samples_seen(train.plan, batches),
+        "samples_seen": None if steps is None else counts.samples_seen(train.plan, steps, accumulate),
     }
 
 

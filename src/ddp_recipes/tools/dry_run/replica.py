@@ -3,17 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from ddp_recipes._compat.dispatch import FakeTensorMode
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.parallelism import PipelineShape
 from ddp_recipes.devices import HOST, fake_devices
-from ddp_recipes.model_parallel.placement import META, Layout
-from ddp_recipes.strategies.base import states_in_order
+from ddp_recipes.model_parallel.placement import Layout
 from ddp_recipes.tasks.fake import new_mode
 from ddp_recipes.tools.dry_run.memory import FIGURES, Step, step_of_replica
 from ddp_recipes.tools.dry_run.simulation import PipelineStep
@@ -25,12 +21,10 @@ class Replica:
 
     Attributes:
         steps: of its process, or of each process of a pipeline.
-        mode: makes tensors without data.
         whole: whether it spans several devices, and they are counted as one.
     """
 
     steps: Sequence[Step]
-    mode: FakeTensorMode
     whole: bool
 
     @property
@@ -55,19 +49,6 @@ class Replica:
     def peak(self) -> int:
         """That of the fullest device."""
         return max(each["peak"] for each in self.memory)
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint has of model and optimizer, put together of all ranks'."""
-        weights: dict[str, Tensor] = {}
-        optimizer: dict[str, Any] = {}
-        state: dict[Any, Any] = {}
-        for each in self.steps:
-            each.make_whole()
-            mine = each.task.weights()
-            weights |= {name: value for name, value in mine.items() if name not in weights or value.device != META}
-            optimizer = each.optimizer.state_dict()
-            state |= optimizer["state"]
-        return {"model": weights, "optimizer": {**optimizer, "state": states_in_order(state)}}
 
 
 def shape_of(recipe: Recipe) -> PipelineShape:
@@ -99,4 +80,4 @@ def run_step(recipe: Recipe) -> Replica:
         steps.append(step_of_replica(recipe, starts, fake_devices(len(starts) + 1), mode))
     for step in steps:
         step.run(batch, val)
-    return Replica(steps, mode, whole=together and k > 1)
+    return Replica(steps, whole=together and k > 1)

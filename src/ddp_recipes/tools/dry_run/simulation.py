@@ -26,40 +26,39 @@ from ddp_recipes.tools.dry_run.backward import backward
 from ddp_recipes.tools.dry_run.memory import Bytes, Saved, Step
 
 Key = tuple[int, int]  # a stage, and the number of a micro-batch
+MARK = torch.int32  # whether a process has a gradient of a parameter
 
 
 class PipelineStep(Step):
-    """A step of one process of a pipeline, which has the weights of its own stages alone.
-
-    Attributes:
-        reduced: bytes that it gives to all-reduces in a step.
-    """
+    """A step of one process of a pipeline, which has the weights of its own stages alone."""
 
     def __init__(self, recipe: Recipe, layout: Layout, device: torch.device, mode: FakeTensorMode) -> None:
         places = [device if stage in layout.mine else META for stage in range(layout.stages)]
         copied = without_data(recipe.task, layout.stages_of(recipe.task), places, mode)
         super().__init__(recipe, copied, [device], mode, Exchange())
-        self.reduced = 0
         shape = recipe.request.strategy.pipeline
         assert shape is not None
         with mode:
             self.pipeline = SimulatedPipeline(self, layout, shape)
+
+    @property
+    def reduced(self) -> int:
+        """Bytes that it gives to all-reduces in a step, once it was run: a gradient and a mark for each parameter."""
+        if self.recipe.world.world_size == self.pipeline.layout.processes:
+            return 0
+        trained = {name.removeprefix("model."): each.nbytes for name, each in self.trained.items()}
+        return len(trained) * MARK.itemsize + sum(size for name, size in trained.items() if name not in self.unused)
 
     def _forward_backward(self, batch: Any, first: bool, last: bool) -> None:
         self.pipeline.run("training_step", batch)
         self.figures["activations"] = self.pipeline.activations
 
     def _put(self) -> None:
-        """Add up the gradients of replicas."""
-        if self.recipe.world.world_size == self.pipeline.layout.processes:
-            return
-        marks = torch.empty(len(self.trained), dtype=torch.int32, device=self.devices[0])
-
-        def reduce(tensor: Tensor) -> None:
-            self.reduced += tensor.nbytes
-
-        reduce(marks)
-        in_buckets([each.grad for each in self.trained.values() if each.grad is not None], reduce)
+        """Add up the gradients of replicas, after marks of which there are."""
+        if self.reduced:
+            marks = torch.empty(len(self.trained), dtype=MARK, device=self.devices[0])
+            in_buckets([each.grad for each in self.trained.values() if each.grad is not None], lambda bucket: None)
+            del marks  # no sooner
 
     def _validate(self, batch: Any) -> None:
         outputs, sizes = self.pipeline.run("validation_step", batch)
@@ -88,7 +87,7 @@ class SimulatedPipeline(Pipeline):
 
     @contextmanager
     def _within(self, stage: int, number: int) -> Iterator[None]:
-        with self.process.forward(cached=False):
+        with self.process.forward_context(cached=False):
             yield
 
     def works(self) -> Iterator[tuple[Work, list[Work]]]:
