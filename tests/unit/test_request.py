@@ -136,16 +136,16 @@ def test_what_does_not_fit_is_refused() -> None:
 def test_a_backend_that_does_not_carry_what_a_strategy_exchanges_is_refused(
     strategy: str, backend: str, refused: str
 ) -> None:
-    from ddp_recipes.tools.dry_run.cluster import cluster_of, devices_on
+    from ddp_recipes.tools.dry_run.cluster import cluster_of, devices
 
     request = request_of(f"strategy={strategy}", f"launcher.backend={backend}", "cluster.gpus_per_node=2")
     layout = cluster_of(request, of_gpus(0))
     if refused:
         with pytest.raises(RequestError, match=re.escape(refused)):
-            devices_on(request, layout)
+            devices(request, layout)
     else:
         wanted = "gloo" if strategy == "parameter_server" or backend == "gloo" else "nccl"
-        assert devices_on(request, layout).backend == wanted
+        assert devices(request, layout).backend == wanted
 
 
 def test_what_torch_and_the_driver_have_of_a_device_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,10 +159,10 @@ def test_what_torch_and_the_driver_have_of_a_device_is_said(monkeypatch: pytest.
 
 
 def test_a_replica_of_several_gpus_has_a_communicator_for_each() -> None:
-    from ddp_recipes.tools.dry_run.cluster import cluster_of, devices_on
+    from ddp_recipes.tools.dry_run.cluster import cluster_of, devices
 
     request = request_of("model=toy_mp", "cluster.gpus_per_node=2")
-    backend = devices_on(request, cluster_of(request, of_gpus(0))).backend
+    backend = devices(request, cluster_of(request, of_gpus(0))).backend
     assert backend == ("nccl-legacy" if is_here("nccl-legacy") else "nccl")
 
 

@@ -26,13 +26,13 @@ class Layout:
     world: World
 
 
-def devices(request: Request) -> Devices:
-    """Return the devices of rank 0, seen from this machine."""
-    return devices_on(request, cluster_of(request, visible(request.launcher.device)))
+def devices(request: Request, layout: Layout | None = None) -> Devices:
+    """Return the devices of rank 0 on such nodes: none of them has to be there, and a GPU has no name.
 
-
-def devices_on(request: Request, layout: Layout) -> Devices:
-    """Return the devices of rank 0 on such nodes: none of them has to be there, and a GPU has no name."""
+    Args:
+        layout: what is planned for, seen from this machine, if left out.
+    """
+    layout = layout or cluster_of(request, visible(request.launcher.device))
     kind = layout.device_type
     own = [torch.device(HOST)] * request.num_devices
     return Devices(layout.world, own, kind, title(kind), backend_of(request, kind), layout)
@@ -65,8 +65,6 @@ def cluster_of(request: Request, found: Found) -> Layout:
             processes -= processes % k
     else:
         processes = request.processes_on_node(found)
-    if request.strategy.max_world_size == 1:
-        return Layout(nnodes, gpus, request.device_type(found), World(local_world_size=processes))
-    request.strategy.check_world_size(nnodes * processes)
-    world = World(world_size=nnodes * processes, local_world_size=processes)
+    world_size = 1 if request.strategy.max_world_size == 1 else nnodes * processes
+    world = World(world_size=world_size, local_world_size=processes)
     return Layout(nnodes, gpus, request.device_type(found), world)

@@ -17,8 +17,7 @@ from ddp_recipes.strategies import Single
 from ddp_recipes.strategies.base import Collective
 from ddp_recipes.tasks.fake import new_mode, without_data
 from ddp_recipes.tools.dry_run.memory import as_on
-from ddp_recipes.tools.dry_run.replica import Replica
-from ddp_recipes.tools.dry_run.simulation import PipelineStep
+from ddp_recipes.tools.dry_run.replica import PipelineStep, Replica
 from ddp_recipes.training.state import gather_state
 
 

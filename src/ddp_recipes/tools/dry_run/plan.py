@@ -15,8 +15,8 @@ from ddp_recipes.reporting.run_directory import write_text
 from ddp_recipes.tools.dry_run import counts
 from ddp_recipes.tools.dry_run.cluster import Layout
 from ddp_recipes.tools.dry_run.counts import checkpoint_bytes, exchange_of
-from ddp_recipes.tools.dry_run.findings import findings
-from ddp_recipes.tools.dry_run.fitting import fit
+from ddp_recipes.tools.dry_run.findings import findings, fit
+from ddp_recipes.tools.dry_run.memory import STATE
 from ddp_recipes.tools.dry_run.replica import run_step, shape_of
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def plan(recipe: Recipe, output: Output) -> None:
     """
     planned = make_plan(recipe)
     output.open(None)
-    table("dry run", rows(planned), sys.stdout)
+    table("dry run", [*rows(planned).items()], sys.stdout)
     for finding in planned["findings"]:
         log.warning("%s", finding["message"])
     write_text(recipe.job.directory / "plan.json", as_text(planned))
@@ -149,38 +149,35 @@ def as_text(planned: Plan) -> str:
 SHOWN = 2  # ranks
 
 
-def rows(planned: dict[str, Any]) -> list[tuple[str, str]]:
+def rows(planned: Plan) -> dict[str, str]:
     """Return the plan as names and values, the most telling first."""
-    cluster, exchange = planned["cluster"], planned["exchange"]
-    nodes = f"{cluster['nnodes']:,} node(s)"
+    cluster, memory, pipeline = planned["cluster"], planned["memory"] or (), planned["pipeline"] or {}
+    found = {"cluster": f"{cluster['nnodes']:,} node(s)"}
     if planned["device"] != HOST:
-        memory = cluster["gpu_memory_bytes"]
-        nodes += f", {cluster['gpus_per_node']} GPUs each" + ("" if memory is None else f" of {in_bytes(memory)}")
-    found = [
-        ("cluster", nodes),
-        *((f"rank {rank['rank']}", placed(rank)) for rank in planned["ranks"][:SHOWN]),
-    ]
+        found["cluster"] += f", {cluster['gpus_per_node']} GPUs each"
+        if cluster["gpu_memory_bytes"] is not None:
+            found["cluster"] += f" of {in_bytes(cluster['gpu_memory_bytes'])}"
+    found |= {f"rank {rank['rank']}": placed(rank) for rank in planned["ranks"][:SHOWN]}
     if (more := planned["world_size"] - SHOWN) > 0:
-        found.append(("…", f"and {more:,} more, in plan.json"))
-    found += batches(planned)
-    staged = (planned["pipeline"] or {}).get("stages_per_process")
-    for number, each in enumerate(planned["memory"] or ()):
-        whose = "stage" if staged is None else "process"
-        name = "memory" if len(planned["memory"]) == 1 else f"memory of {whose} {number}"
-        found.append((name, memory_of(each) + (", all devices together" if planned["memory_of_replica"] else "")))
-    found += planned["data"].items()
-    found.append(("exchanged a step", exchanged(exchange)))
-    if planned["pipeline"] is not None:
-        pipeline = planned["pipeline"]
-        found.append(
-            (
-                "bubble",
-                f"{pipeline['bubble']:.0%} of a step: {pipeline['stages']} stages, "
-                f"{pipeline['micro_batches']} micro-batch(es)"
-                + ("" if staged is None else f", {pipeline['schedule']}"),
-            )
-        )
-    return [*found, ("checkpoint", in_bytes(planned["checkpoint_bytes"]))]
+        found["…"] = f"and {more:,} more, in plan.json"
+    found["global batch"] = "{global_batch_size:,} samples, {batch_size:,} in a shard".format_map(planned)
+    if planned["accumulate_grad_batches"] > 1:
+        found["global batch"] += f"; {planned['accumulate_grad_batches']} of them a step"
+    found["epoch"] = "{samples_an_epoch:,} samples in {batches_an_epoch:,} batches".format_map(planned)
+    if dropped := planned["samples_dropped_an_epoch"]:
+        found["epoch"] += f", {dropped:,} dropped"
+    steps = "until max_time" if planned["steps"] is None else "{steps:,}, {samples_seen:,} samples"
+    found["steps"] = steps.format_map(planned)
+    whose = "process" if "stages_per_process" in pipeline else "stage"
+    for number, each in enumerate(memory):
+        name = "memory" if len(memory) == 1 else f"memory of {whose} {number}"
+        found[name] = memory_of(each) + (", all devices together" if planned["memory_of_replica"] else "")
+    found |= planned["data"]
+    found["exchanged a step"] = exchanged(planned["exchange"])
+    if pipeline:
+        bubble = "{bubble:.0%} of a step: {stages} stages, {micro_batches} micro-batch(es)".format_map(pipeline)
+        found["bubble"] = bubble + (f", {pipeline['schedule']}" if "stages_per_process" in pipeline else "")
+    return found | {"checkpoint": in_bytes(planned["checkpoint_bytes"])}
 
 
 def placed(rank: dict[str, Any]) -> str:
@@ -189,27 +186,9 @@ def placed(rank: dict[str, Any]) -> str:
     return f"node {rank['node']}, {' '.join(rank['devices'])}: {stages}{rank['samples_an_epoch']:,} samples an epoch"
 
 
-def batches(planned: dict[str, Any]) -> list[tuple[str, str]]:
-    """Say how long the run is."""
-    dropped = planned["samples_dropped_an_epoch"]
-    steps = planned["steps"]
-    size = f"{planned['global_batch_size']:,} samples, {planned['batch_size']:,} in a shard"
-    if planned["accumulate_grad_batches"] > 1:
-        size += f"; {planned['accumulate_grad_batches']} of them a step"
-    return [
-        ("global batch", size),
-        (
-            "epoch",
-            f"{planned['samples_an_epoch']:,} samples in {planned['batches_an_epoch']:,} batches"
-            + (f", {dropped:,} dropped" if dropped else ""),
-        ),
-        ("steps", "until max_time" if steps is None else f"{steps:,}, {planned['samples_seen']:,} samples"),
-    ]
-
-
 def memory_of(device: dict[str, int]) -> str:
     """Say what a device holds."""
-    names = ("weights", "gradients", "optimizer", "exchange", "batch", "activations")
+    names = (*STATE, "batch", "activations")
     parts = ", ".join(f"{name} {in_bytes(device[name])}" for name in names if device[name])
     validation = f", {in_bytes(device['validation'])} in validation" if device["validation"] else ""
     return f"{in_bytes(device['training'])} in training ({parts}){validation}"

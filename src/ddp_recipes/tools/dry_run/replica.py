@@ -1,18 +1,34 @@
-"""A step of all processes of a replica, each run without data."""
+"""A step of all processes of a replica, each run without data and without the others.
 
-from collections.abc import Sequence
+In a pipeline a batch goes through the stages of a process micro-batch by micro-batch. Messages are not sent; what is
+received is there without data, for as long as ``torch.distributed.pipelining`` keeps it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ddp_recipes._compat.dispatch import FakeTensorMode
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.config.parallelism import PipelineShape
 from ddp_recipes.devices import HOST, fake_devices
-from ddp_recipes.model_parallel.placement import Layout
-from ddp_recipes.tasks.fake import new_mode
-from ddp_recipes.tools.dry_run.memory import FIGURES, Step, step_of_replica
-from ddp_recipes.tools.dry_run.simulation import PipelineStep
+from ddp_recipes.model_parallel.pipeline import Pipeline, joined
+from ddp_recipes.model_parallel.placement import META, Layout
+from ddp_recipes.model_parallel.timeline import BACKWARD, FORWARD, Work, order, requested
+from ddp_recipes.strategies.base import Exchange
+from ddp_recipes.strategies.collectives import in_buckets
+from ddp_recipes.tasks.fake import new_mode, without_data
+from ddp_recipes.tools.dry_run.backward import backward
+from ddp_recipes.tools.dry_run.memory import FIGURES, Bytes, Saved, Step, step_of_replica
+
+Key = tuple[int, int]  # a stage, and the number of a micro-batch
+MARK = torch.int32  # whether a process has a gradient of a parameter
 
 
 @dataclass(frozen=True)
@@ -81,3 +97,176 @@ def run_step(recipe: Recipe) -> Replica:
     for step in steps:
         step.run(batch, val)
     return Replica(steps, whole=together and k > 1)
+
+
+# --- stages of a pipeline --------------------------------------------------------------------------------------------
+
+
+class PipelineStep(Step):
+    """A step of one process of a pipeline, which has the weights of its own stages alone."""
+
+    def __init__(self, recipe: Recipe, layout: Layout, device: torch.device, mode: FakeTensorMode) -> None:
+        places = [device if stage in layout.mine else META for stage in range(layout.stages)]
+        copied = without_data(recipe.task, layout.stages_of(recipe.task), places, mode)
+        super().__init__(recipe, copied, [device], mode, Exchange())
+        shape = recipe.request.strategy.pipeline
+        assert shape is not None
+        with mode:
+            self.pipeline = SimulatedPipeline(self, layout, shape)
+
+    @property
+    def reduced(self) -> int:
+        """Bytes that it gives to all-reduces in a step, once it was run: a gradient and a mark for each parameter."""
+        if self.recipe.world.world_size == self.pipeline.layout.processes:
+            return 0
+        trained = {name.removeprefix("model."): each.nbytes for name, each in self.trained.items()}
+        return len(trained) * MARK.itemsize + sum(size for name, size in trained.items() if name not in self.unused)
+
+    def _forward_backward(self, batch: Any, first: bool, last: bool) -> None:
+        self.pipeline.run("training_step", batch)
+        self.figures["activations"] = self.pipeline.activations
+
+    def _put(self) -> None:
+        """Add up the gradients of replicas, after marks of which there are."""
+        if self.reduced:
+            marks = torch.empty(len(self.trained), dtype=MARK, device=self.devices[0])
+            in_buckets([each.grad for each in self.trained.values() if each.grad is not None], lambda bucket: None)
+            del marks  # no sooner
+
+    def _validate(self, batch: Any) -> None:
+        outputs, sizes = self.pipeline.run("validation_step", batch)
+        if outputs:
+            joined(outputs, sizes)
+
+
+class SimulatedPipeline(Pipeline):
+    """The pipeline of one process, without the others.
+
+    Attributes:
+        activations: the most that autograd keeps at a time.
+        sent: bytes that cross each cut in a training step, forward and backward.
+    """
+
+    def __init__(self, process: PipelineStep, layout: Layout, shape: PipelineShape) -> None:
+        super().__init__(process.task, layout, shape.schedule, shape.micro_batches, None, process.devices[0])
+        self.process = process
+        self.activations = Bytes()
+        self.sent: dict[int, tuple[int, int]] = {}
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Return a context that does nothing: a dry run draws no random numbers."""
+        yield
+
+    @contextmanager
+    def _within(self, stage: int, number: int) -> Iterator[None]:
+        with self.process.forward_context(cached=False):
+            yield
+
+    def works(self) -> Iterator[tuple[Work, list[Work]]]:
+        """Yield the work of this process, and before each piece what inputs it asks for.
+
+        With ``1f1b`` what is there at a time shows in a few micro-batches: it repeats itself once it is under way.
+        """
+        layout, count = self.layout, self.micro_batches
+        if self.training and self.schedule == "1f1b":
+            count = min(count, layout.processes + 2)
+        orders = order(self.schedule, layout.stages, layout.processes, count)
+        works = orders[layout.process]
+        needed = [[work] for work in works]
+        if len(layout.mine) > 1:
+            needed = requested(orders, layout.stages)[layout.process]
+        return zip(works, needed, strict=True)
+
+    def _schedule(self, crossing: Mapping[int, Sequence[Tensor]]) -> Callable[[], None]:
+        if self.training:
+            for cut, tensors in crossing.items():
+                back = sum(each.nbytes for each in tensors if each.requires_grad)
+                self.sent[cut] = (sum(each.nbytes for each in tensors) * self.micro_batches, back * self.micro_batches)
+        return lambda: _Simulation(self, crossing).run()
+
+
+@dataclass
+class _Passed:
+    """A micro-batch that a stage has passed forward: what its backward pass needs.
+
+    Attributes:
+        received: leaves of its graph; ``roots`` are where backward begins.
+        kept: bytes of its activations.
+    """
+
+    received: list[Tensor]
+    roots: list[GradientEdge]
+    kept: Bytes
+
+
+class _Simulation:
+    """One batch by the schedule, with what torch keeps at each time.
+
+    A process keeps what it sends until it waits for it to have arrived: with ``gpipe`` after all forward passes, and
+    after all backward passes; with ``1f1b`` before the next of its kind; with ``interleaved_1f1b`` after the backward
+    pass of the same micro-batch, and at the end. What it received it keeps until the backward pass is done.
+    """
+
+    def __init__(self, pipeline: SimulatedPipeline, crossing: Mapping[int, Sequence[Tensor]]) -> None:
+        self.pipeline, self.crossing, self.schedule = pipeline, crossing, pipeline.schedule
+        self.received: dict[Work, list[Tensor]] = {}
+        self.passed: dict[Key, _Passed] = {}
+        self.outputs: dict[Key, list[Tensor]] = {}  # that are being sent
+        self.gradients: list[list[Tensor | None]] = []  # likewise
+        self.kept = Bytes()
+
+    def run(self) -> None:
+        """Run it."""
+        for work, needed in self.pipeline.works():
+            if work.kind == BACKWARD and self.schedule == "gpipe":
+                self.outputs.clear()
+            for each in needed:
+                self.received[each] = self._memory(each)
+            if work.kind == BACKWARD and self.schedule == "1f1b":
+                self.outputs.clear()
+            if work.kind == FORWARD:
+                self._forward(work)
+            elif self.pipeline.training:
+                self._backward(work)
+            if work.kind == BACKWARD:
+                self.outputs.pop((work.stage, work.micro_batch), None)
+
+    def _memory(self, work: Work) -> list[Tensor]:
+        """Return memory for what a stage receives from the one before, or after it."""
+        if work.kind == FORWARD:
+            like = self.crossing.get(work.stage, ())
+        else:
+            like = [each for each in self.crossing.get(work.stage + 1, ()) if each.requires_grad]
+        return [torch.empty_like(each, device=self.pipeline.device) for each in like]
+
+    def _forward(self, work: Work) -> None:
+        pipeline, key, received = self.pipeline, (work.stage, work.micro_batch), self.received.pop(work, [])
+        for tensor, like in zip(received, self.crossing.get(work.stage, ()), strict=True):
+            tensor.requires_grad_(like.requires_grad)
+        saved = Saved(pipeline.process.known)
+        with saved:
+            given = pipeline.forward(work.stage, *received)
+        outputs = given if isinstance(given, tuple) else (given,)
+        self.kept += saved.bytes
+        pipeline.activations |= self.kept
+        roots = [get_gradient_edge(each) for each in outputs if each.requires_grad] if pipeline.training else []
+        self.passed[key] = _Passed(received, roots, saved.bytes)
+        if self.schedule == "1f1b":
+            self.outputs.clear()
+        self.outputs[key] = [each.detach() for each in outputs]
+
+    def _backward(self, work: Work) -> None:
+        passed, given = self.passed.pop((work.stage, work.micro_batch)), self.received.pop(work, [])
+        if work.stage == self.pipeline.layout.stages - 1:
+            given = [torch.ones((), device=self.pipeline.device)]  # of the loss
+        roots = list(zip(passed.roots, given, strict=True))
+        passed.roots.clear()
+        with torch.no_grad():
+            backward(roots, partial(self.pipeline.process.take, False))
+        self.kept -= passed.kept
+        if self.schedule == "1f1b":
+            self.gradients.clear()
+        self.gradients.append([each.grad for each in passed.received])
+        for each in passed.received:
+            each.grad = None
