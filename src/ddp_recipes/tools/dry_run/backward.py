@@ -40,9 +40,9 @@ def backward(roots: Roots, accumulate: Callable[[Tensor, Tensor], None]) -> None
 def _run(roots: Roots, accumulate: Callable[[Tensor, Tensor], None]) -> None:
     gradients = _given(roots)  # of nodes to come, by output
     waiting = _uses(gradients)
-    ready = [(_turn(node), -number, node) for number, node in enumerate(gradients) if node not in waiting]
+    entered = count()
+    ready = [(_turn(node), next(entered), node) for node in gradients if node not in waiting]
     heapify(ready)
-    entered = 0
     while ready:
         *_, node = heappop(ready)
         given = gradients.pop(node, {})
@@ -60,8 +60,7 @@ def _run(roots: Roots, accumulate: Callable[[Tensor, Tensor], None]) -> None:
             waiting[following] -= 1
             if waiting[following] == 0:
                 del waiting[following]
-                entered += 1
-                heappush(ready, (_turn(following), entered, following))
+                heappush(ready, (_turn(following), next(entered), following))
         del node, results, following, gradient
 
 

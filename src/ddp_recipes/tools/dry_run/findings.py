@@ -56,11 +56,8 @@ def devices_left_over(recipe: Recipe, planned: dict[str, Any]) -> str | None:
 
 def batch_norm_without_sync(recipe: Recipe) -> str | None:
     """Find batch norm whose statistics are those of some samples of the batch."""
-    norms, plan, micro_batches = (
-        batch_norms(recipe.task),
-        recipe.loaders["train"].plan,
-        shape_of(recipe).micro_batches,
-    )
+    norms, plan = batch_norms(recipe.task), recipe.loaders["train"].plan
+    micro_batches = shape_of(recipe).micro_batches
     if not norms or plan.num_shards * micro_batches == 1 or recipe.request.strategy.synchronises_batch_norm:
         return None
     kind = recipe.devices.type
@@ -173,35 +170,47 @@ def step_of(recipe: Recipe, config: Config) -> Replica | None:
 
 def what_would_fit(recipe: Recipe, replica: Replica, capacity: int) -> list[dict[str, Any]]:
     """Return overrides that make it fit, each with the peak: the first of each kind, or else several together."""
-
-    def run(changes: Sequence[Change]) -> tuple[float, list[dict[str, Any]]]:
-        """Return the peak with changes, and what of them fits."""
-        config = changed(recipe.job.config, *(sections for _, sections in changes))
-        other = step_of(recipe, config)
-        given = " ".join(overrides for overrides, _ in changes)
-        return (inf, []) if other is None else (other.peak, with_validation(recipe, given, config, other, capacity))
-
-    if alone := with_validation(recipe, "", recipe.job.config, replica, capacity):
-        return alone
+    config, attempt = recipe.job.config, partial(attempt_of, recipe, capacity)
+    if (smaller := attempt([]))["peak"] <= capacity:
+        return [smaller]
     kinds: list[Kind] = [partial(strategies, 0), recomputed, smaller_batches, partial(strategies, 1)]
-    fit = [next((found for each in kind(recipe.job.config) if (found := run([each])[1])), []) for kind in kinds]
-    if any(fit):
-        return [found for of_kind in fit for found in of_kind]
+    attempts = [(attempt([each]) for each in kind(config)) for kind in kinds]
+    first = [next((each for each in of_kind if each["peak"] <= capacity), None) for of_kind in attempts]
+    if any(first):
+        return [each for each in first if each is not None]
     chosen: list[Change] = []
-    least: float = replica.peak
+    least = replica.peak
     for kind in kinds:
         before = list(chosen)
-        for each in kind(changed(recipe.job.config, *(sections for _, sections in before))):
-            peak, found = run([*before, each])
-            if found or peak < least:  # gradients of batches that are accumulated may take more than these
-                chosen, least = [*before, each], peak
-            if found:
+        for each in kind(changed(config, *(sections for _, sections in before))):
+            found = attempt([*before, each])
+            if found["peak"] < least:  # gradients of batches that are accumulated may take more than these
+                chosen, least = [*before, each], found["peak"]
+            if found["peak"] <= capacity:
                 for other in before:  # it may not be needed beside those that came later
                     fewer = [one for one in chosen if one is not other]
-                    if less := run(fewer)[1]:
+                    if (less := attempt(fewer))["peak"] <= capacity:
                         chosen, found = fewer, less
-                return found
+                return [found]
     return []
+
+
+def attempt_of(recipe: Recipe, capacity: int, changes: Sequence[Change]) -> dict[str, Any]:
+    """Run a step with changes; return overrides and the peak, an infinite one where there is no such step.
+
+    Where its training fits and its validation does not, smaller batches of that are tried.
+    """
+    config = changed(recipe.job.config, *(sections for _, sections in changes))
+    overrides = [each for each, _ in changes]
+    if (step := step_of(recipe, config)) is None:
+        return {"overrides": "", "peak": inf}
+    smaller, size = step, config["data"]["val_batch_size"]
+    while smaller.peak > capacity and size > 1 and max(each["training"] for each in step.memory) <= capacity:
+        size //= 2
+        smaller = step_of(recipe, changed(config, {"data": {"val_batch_size": size}})) or smaller
+        if smaller.peak <= capacity:
+            return {"overrides": " ".join([*overrides, f"data.val_batch_size={size}"]), "peak": smaller.peak}
+    return {"overrides": " ".join(overrides), "peak": step.peak}
 
 
 def changed(config: Config, *changes: Sections) -> Config:
@@ -210,18 +219,6 @@ def changed(config: Config, *changes: Sections) -> Config:
         for name, keys in sections.items():
             config = {**config, name: keys if "_target_" in keys else {**config[name], **keys}}
     return config
-
-
-def with_validation(
-    recipe: Recipe, overrides: str, config: Config, replica: Replica, capacity: int
-) -> list[dict[str, Any]]:
-    """Return the overrides if a step of them fits, with smaller batches of validation where those are too large."""
-    size, alone = config["data"]["val_batch_size"], overrides
-    while replica.peak > capacity and size > 1 and max(each["training"] for each in replica.memory) <= capacity:
-        size //= 2
-        overrides = f"{alone} data.val_batch_size={size}".strip()
-        replica = step_of(recipe, changed(config, {"data": {"val_batch_size": size}})) or replica
-    return [{"overrides": overrides, "peak": replica.peak}] if overrides and replica.peak <= capacity else []
 
 
 def strategies(kind: int, config: Config) -> Iterator[Change]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -186,18 +186,12 @@ class SimulatedPipeline(Pipeline):
         return lambda: _Simulation(self, crossing).run()
 
 
-@dataclass
-class _Passed:
-    """A micro-batch that a stage has passed forward: what its backward pass needs.
+class _Passed(NamedTuple):
+    """A micro-batch that a stage has passed forward: what its backward pass needs."""
 
-    Attributes:
-        received: leaves of its graph; ``roots`` are where backward begins.
-        kept: bytes of its activations.
-    """
-
-    received: list[Tensor]
-    roots: list[GradientEdge]
-    kept: Bytes
+    received: list[Tensor]  # leaves of its graph
+    roots: list[GradientEdge]  # where backward begins
+    kept: Bytes  # by its activations
 
 
 class _Simulation:
