@@ -508,6 +508,12 @@ def test_a_flow_that_depends_on_values_leaves_activations_unknown(plan: Plan) ->
     assert "A step could not be run without data" in message(planned, "not_rehearsed")
 
 
+def test_an_optimizer_that_reads_values_leaves_what_it_keeps_unknown(plan: Plan) -> None:
+    planned = plan("optimizer._target_=plan_parts.Reading", "strategy=single")
+    assert (planned["memory"], planned["checkpoint_bytes"]) == (None, None)
+    assert "A step could not be run without data" in message(planned, "not_rehearsed")
+
+
 @pytest.mark.parametrize(
     "overrides", quick_each(2, [[*GPUS, "model=toy_mp"], ["launcher.device=cpu", "model.num_devices=2"]])
 )

@@ -1,5 +1,6 @@
 """Samples, steps and bytes of a run, computed from what the run itself would use: what ranks send, and checkpoints."""
 
+import io
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,9 +119,17 @@ def _givers(collective: Collective) -> range:
 # --- what is saved ---------------------------------------------------------------------------------------------------
 
 
-def checkpoint_bytes(recipe: Recipe, replica: Replica) -> int:
-    """Return the size of a checkpoint: it is written to where only the bytes are counted, with no data in it."""
-    stepped = state_of(recipe, replica)  # before the task is a run's, which cannot be copied
+def checkpoint_bytes(recipe: Recipe, replica: Replica) -> int | None:
+    """Return the size of a checkpoint: it is written to where only the bytes are counted, with no data in it.
+
+    Not that of an optimizer whose step could not be run without data either.
+    """
+    try:
+        stepped = state_of(recipe, replica)  # before the task is a run's, which cannot be copied
+    except Exception:  # the same failed in the step, which a finding says
+        if replica.failure is None:
+            raise
+        return None
     run = make_run(recipe, make_stop_controller(recipe), Single())  # there is nobody to gather from
     names, steps = [], recipe.total_steps
     if steps != 0:
@@ -152,7 +161,7 @@ def state_of(recipe: Recipe, replica: Replica) -> dict[str, Any]:
     return {"model": task.weights(), "optimizer": optimizer.state_dict()}
 
 
-class _Counted:
+class _Counted(io.RawIOBase):
     """A file that keeps nothing but its size."""
 
     def __init__(self) -> None:
@@ -167,6 +176,3 @@ class _Counted:
         """Skip what has no data."""
         self.size = offset + (self.size if whence == os.SEEK_CUR else 0)
         return self.size
-
-    def flush(self) -> None:
-        """Do nothing: nothing is held back."""

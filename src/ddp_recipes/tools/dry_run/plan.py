@@ -177,7 +177,9 @@ def rows(planned: Plan) -> dict[str, str]:
     if pipeline:
         bubble = "{bubble:.0%} of a step: {stages} stages, {micro_batches} micro-batch(es)".format_map(pipeline)
         found["bubble"] = bubble + (f", {pipeline['schedule']}" if "stages_per_process" in pipeline else "")
-    return found | {"checkpoint": in_bytes(planned["checkpoint_bytes"])}
+    if planned["checkpoint_bytes"] is not None:
+        found["checkpoint"] = in_bytes(planned["checkpoint_bytes"])
+    return found
 
 
 def placed(rank: dict[str, Any]) -> str:
