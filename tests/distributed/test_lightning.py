@@ -378,6 +378,15 @@ def test_each_batch_of_a_validation_is_a_point_where_a_module_asks_for_it(world_
     assert found["metrics"]["val_loss_epoch"] == found["metrics"]["val_loss"] == pytest.approx(last, rel=1e-5)
 
 
+def test_points_of_a_validations_batches_outlive_a_start_that_has_nothing_left_to_do(run: Run, tmp_path: Path) -> None:
+    own = [*part("OnStep"), "logger=csv", "data.val_batch_size=8", "trainer.limit_train_batches=1", "ckpt_path=auto"]
+    for _ in range(2):  # three batches in each of two epochs of one step
+        run(*own, directory=tmp_path / "run")
+    with (tmp_path / "run" / "csv" / "metrics.csv").open() as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file) if row["val_loss_step"]]
+    assert sorted(steps) == [0, 1, 2, 3, 4, 5]
+
+
 @pytest.mark.slow
 def test_predictions_may_be_several_and_a_callback_may_write_them(tmp_path: Path, run: Run) -> None:
     predicting = ["mode=predict", "data.predict=${data.val}", "data.val_samples=21"]

@@ -439,3 +439,21 @@ def test_points_of_batches_are_there_once_after_a_resume(
     assert found["loss"] == [(step, step) for step in (1, 2, 3, 4)]
     assert found["val"] == [(batch, batch / 4) for batch in range(12)]
     assert found["other"] == [(batch, batch / 2) for batch in range(12)]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_points_of_batches_are_there_where_a_run_goes_on_and_has_no_more(
+    kind: type[CSVLogger | TensorBoardLogger], tmp_path: Path
+) -> None:
+    first = kind(tmp_path)
+    first.scalars({"loss": 1}, 1)
+    for batch in range(5):
+        first.of_batch({"val": batch / 4, "other": batch / 2}, batch, 1)
+    first.close()
+    again = kind(tmp_path, purge_step=2)
+    again.go_on({"val": 5, "other": 4})  # a fifth batch of the other came after the checkpoint
+    again.close()
+    read_points = column if kind is CSVLogger else points
+    assert sorted(read_points(tmp_path, "loss")) == [(1, 1)]
+    assert sorted(read_points(tmp_path, "val")) == [(batch, batch / 4) for batch in range(5)]
+    assert sorted(read_points(tmp_path, "other")) == [(batch, batch / 2) for batch in range(4)]

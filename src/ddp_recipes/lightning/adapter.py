@@ -74,6 +74,7 @@ class LightningTask(Task):
         self.at = 0, 0  # the numbers of the batch and of the part of it, which may be one of several of this rank
         self.counts = True  # whether the batch has samples
         self.seen: dict[str, int] = {}  # batches of each validation set
+        self.by_batch: dict[str, str] = {}  # the set of each name that is logged for its batches
         self._points: list[tuple[str, list[tuple[str, int, float]]]] = []  # of an evaluation that is not over, by set
         self.summed = Summed()
         self.output: Any = {}  # of the latest training step, as its hooks get it
@@ -399,6 +400,7 @@ class LightningTask(Task):
             for name, number, value in points:
                 if name not in self.unlogged:
                     batches.setdefault(number, {})[name] = value
+                    self.by_batch[name] = of_set
             for number, values in sorted(batches.items()):
                 self.logger.of_batch(values, before + number, step)
             self.seen[of_set] = before + len(self.trainer.run_context.loaders[of_set])

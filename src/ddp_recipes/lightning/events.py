@@ -119,6 +119,7 @@ class Events(Callback):
         for call in kept if self.run.cursor.step == 0 else ():
             call()
         self.started = True
+        self.task.logger.go_on({name: self.task.seen[of_set] for name, of_set in self.task.by_batch.items()})
         cursor, loop = self.run.cursor, self.task.trainer.fit_loop.epoch_loop
         self.task.trainer.epoch = loop.epoch = cursor.epoch
         loop.batch_idx = cursor.batch - 1
@@ -294,6 +295,7 @@ class Events(Callback):
         return {
             "steps": self.task.trainer.steps,
             "seen": dict(self.task.seen),
+            "by_batch": dict(self.task.by_batch),
             "frozen": self._frozen(),
             "log": self.task.training_log.state(context),
             "steps_logged": self.task.training_log.state(context, of_step=True),
@@ -304,7 +306,7 @@ class Events(Callback):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore it."""
         self.task.trainer.steps = state["steps"]
-        self.task.seen = dict(state.get("seen", {}))
+        self.task.seen, self.task.by_batch = dict(state.get("seen", {})), dict(state.get("by_batch", {}))
         first = self.task.trainer.run_context.world.is_main
         self.task.training_log.load_state(state["log"], first)
         self.task.training_log.load_state(state.get("steps_logged", []), first, of_step=True)

@@ -104,6 +104,12 @@ class Logger:
         """
         self.scalars(values, batch)
 
+    def go_on(self, batches: Mapping[str, int]) -> None:
+        """Keep, as a run goes on, what :meth:`of_batch` got of these names for numbers before these, of earlier starts.
+
+        It may not be called for them any more.
+        """
+
     def text(self, tag: str, text: str) -> None:
         """Record a text, read as Markdown."""
 
@@ -156,6 +162,7 @@ class Loggers(Logger):
     parameters = _of_each("parameters")
     scalars = _of_each("scalars")
     of_batch = _of_each("of_batch")
+    go_on = _of_each("go_on")
     text = _of_each("text")
     hparams = _of_each("hparams")
     graph = _of_each("graph")

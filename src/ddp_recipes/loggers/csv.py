@@ -52,17 +52,21 @@ class CSVLogger(Logger):
         self._rows[step].update(values)
 
     def of_batch(self, values: Mapping[str, float], batch: int, step: int) -> None:
-        if new := [name for name in values if name not in self._earlier]:
-            self.flush()
-            points = [*self.points()]
-            self._earlier |= {name: {number for number, found in points if name in found} for name in new}
-            for number, cells in self._removed:
-                kept = {name: cells[name] for name in new if name in cells} if number < batch else {}
-                if kept:
-                    self.scalars(kept, number)
+        self.go_on({name: batch for name in values if name not in self._earlier})
         fresh = {name: value for name, value in values.items() if batch not in self._earlier[name]}
         if fresh:
             self.scalars(fresh, batch)
+
+    def go_on(self, batches: Mapping[str, int]) -> None:
+        if not batches:
+            return
+        self.flush()
+        points = [*self.points()]
+        self._earlier |= {name: {number for number, found in points if name in found} for name in batches}
+        for number, cells in self._removed:
+            kept = {name: cells[name] for name, first in batches.items() if name in cells and number < first}
+            if kept:
+                self.scalars(kept, number)
 
     def flush(self) -> None:
         self._flushed = time.monotonic()

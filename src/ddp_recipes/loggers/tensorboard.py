@@ -73,20 +73,19 @@ class TensorBoardLogger(Logger):
         self._hold(time.time(), step, values)
 
     def of_batch(self, values: Mapping[str, float], batch: int, step: int) -> None:
-        if new := [tag for tag in values if tag not in self._earlier]:
-            self._take_over(new, batch)
+        self.go_on({tag: batch for tag in values if tag not in self._earlier})
         self._hold(time.time(), batch, {tag: value for tag, value in values.items() if batch not in self._earlier[tag]})
 
-    def _take_over(self, tags: Collection[str], batch: int) -> None:
+    def go_on(self, batches: Mapping[str, int]) -> None:
         """Record points of an earlier start once more that this start has hidden, and that come from no later batch."""
-        self._earlier |= {tag: set() for tag in tags}
-        if not self._resumed:
+        self._earlier |= {tag: set() for tag in batches}
+        if not (self._resumed and batches):
             return
-        for tag in {*tags} & {*self._every.Tags()["scalars"]}:
+        for tag in batches.keys() & {*self._every.Tags()["scalars"]}:
             points = {point.step: point for point in self._every.Scalars(tag)}
             self._earlier[tag] = {number for number in points if number < self._first}
             for number, point in points.items():
-                if self._first <= number < batch:
+                if self._first <= number < batches[tag]:
                     self._hold(point.wall_time, number, {tag: point.value})
 
     @cached_property
