@@ -303,6 +303,7 @@ def test_what_modules_and_callbacks_do_with_lightnings_own_methods_is_as_in_ligh
         ("hook_log.by_the_logger", 2),  # also before training starts
         ("module.reads_the_trainer", 2),
         ("data.longer_and_shorter", 2),
+        ("trainer.no_epoch", 2),  # nor a start or end of training
     ],
 )
 def test_what_surrounds_a_module_is_as_in_lightning(own: str, ways: int, tmp_path: Path) -> None:

@@ -125,8 +125,15 @@ class Events(Callback):
         loop.batch_idx = cursor.batch - 1
         for each in self.run.optimizers if cursor.step > 0 else ():
             note_step(each)  # else torch warns of a scheduler where a module that steps by itself has not done so yet
-        self.task.hooks("on_train_start")
+        if self._trains:
+            self.task.hooks("on_train_start")
         self._agree()
+
+    @property
+    def _trains(self) -> bool:
+        """Whether there is training to begin and to end; a run that goes on may have been cut off in doing so."""
+        limits = self.run.trainer
+        return self.run.cursor.step > 0 or 0 not in (limits.max_epochs, limits.max_steps)
 
     def on_epoch_start(self, epoch: int) -> None:
         """Begin an epoch, or what is left of it: then for what no checkpoint has, such as modes."""
@@ -272,8 +279,9 @@ class Events(Callback):
             if cut_off := self._is_cut_off():
                 self.on_epoch_end(self.task.trainer.epoch)
             self.task.trainer.epoch += cut_off or self.run.cursor.batch == 0  # those that are done, as in Lightning
-        for name in ("on_train_end", "on_fit_end"):
-            self.task.hooks(name)
+        if self._trains:
+            self.task.hooks("on_train_end")
+        self.task.hooks("on_fit_end")
         self.task.tear_down()
 
     def _is_cut_off(self) -> bool:
