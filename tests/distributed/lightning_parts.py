@@ -86,6 +86,19 @@ class Metric(Lit):
         super().validation_step(batch, batch_idx)
 
 
+class ReadMetric(Metric):
+    """Logs such objects as an epoch or a validation ends, and reads in the same hook what they come to."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/late", self.val_mae)
+        self.log("val/read", self.trainer.callback_metrics["val/late"])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("late", self.train_mae)
+        self.log("read", self.trainer.callback_metrics["late"])
+        self.train_mae.reset()
+
+
 class Counted(Lit):
     """Counts the samples that it is trained on in a metric of torchmetrics."""
 

@@ -54,6 +54,13 @@ def test_logged_metric_objects_count_each_sample_of_an_evaluation_once(world_siz
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+def test_what_a_metric_comes_to_is_there_in_the_hook_that_logs_it(world_size: int, run: Run) -> None:
+    metrics = run(*part("ReadMetric"), world_size=world_size)["metrics"]
+    assert metrics["val/late"] == metrics["val/read"] == metrics["val/metric"]
+    assert metrics["late"] == metrics["read"] > 0  # though the module resets it
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
 def test_metrics_may_be_in_a_collection(world_size: int, run: Run) -> None:
     metrics = run(*part("Collected"), world_size=world_size)["metrics"]
     assert metrics["val_MeanAbsoluteError"] == pytest.approx(metrics["val/mae"], rel=1e-5)

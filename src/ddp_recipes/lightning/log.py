@@ -13,6 +13,7 @@ from torch import Tensor
 from ddp_recipes._compat.lightning import batch_value
 from ddp_recipes.devices import sum_dtype
 from ddp_recipes.errors import RequestError, RunFailed
+from ddp_recipes.lightning.hooks import OF_EVALUATION, OF_STEP
 from ddp_recipes.strategies.base import by_rank
 from ddp_recipes.tasks import RunContext
 from ddp_recipes.tasks.metrics import is_stateful
@@ -111,6 +112,7 @@ class Entry:
     Attributes:
         steps: the values of the latest steps, by number and part of the batch, with the samples that each counts for.
         metric: of torchmetrics.
+        computed: what that came to, once it was asked for.
         read: whether those of the steps were.
     """
 
@@ -118,6 +120,7 @@ class Entry:
     of_epoch: Total
     steps: dict[tuple[int, int], tuple[Tensor, float]] = field(default_factory=dict)
     metric: Any = None
+    computed: float | None = None
     read: bool = False
 
     def of_step(self, which: Any = None) -> Total:
@@ -254,7 +257,7 @@ class Log:
         """Take a value that counts for ``size`` samples; in a ``step`` the last one of a name is that step's."""
         entry = self.entries.setdefault(key, Entry(key, Total(key.reduction)))
         if key.is_metric:
-            entry.metric = value
+            entry.metric, entry.computed = value, None
             now = batch_value(value) if key.on_step else None
             number = None if now is None else self.number(key.name, now)
         else:
@@ -267,11 +270,21 @@ class Log:
             entry.of_epoch.add(number, size)
 
     def latest(self, of_step: bool) -> dict[str, float]:
-        """Return what was not read yet of this rank's values: of the latest step, or of the epoch so far."""
+        """Return what was not read yet of this rank's values: of the latest step, or of the epoch so far.
+
+        A metric that a hook has logged once its steps were over is computed, over all ranks: a collective, as in
+        Lightning.
+        """
         found: dict[str, float] = {}
         for key, entry in self.entries.items():
             total, name = (entry.of_step(), key.of_step) if of_step else (entry.of_epoch, key.of_epoch)
-            if not (of_step and entry.read) and (value := total.result()) is not None:
+            value = None if of_step and entry.read else total.result()
+            if key.is_metric and not of_step and key.hook not in OF_STEP | OF_EVALUATION:
+                if entry.computed is None:
+                    agree_on_states([entry.metric])
+                    entry.computed = self._computed(key, entry.metric)
+                value = entry.computed
+            if value is not None:
                 found |= {key.plain: value, name: value}
         return found
 
@@ -301,10 +314,10 @@ class Log:
         """Return the values of the epoch that were not read yet. A collective."""
         entries = self._chosen(lambda key: key.on_epoch, context)
         found = self._values([(k, k.of_epoch, e.of_epoch) for k, e in entries if not k.is_metric], context)
-        metrics = [(key, self._on_all_ranks(key, entry.metric)) for key, entry in entries if key.is_metric]
-        agree_on_states(metric for _, metric in metrics)
-        for key, metric in metrics:
-            value = self._computed(key, metric)
+        metrics = [(key, e.computed, self._on_all_ranks(key, e.metric)) for key, e in entries if key.is_metric]
+        agree_on_states(metric for _, _, metric in metrics)
+        for key, computed, metric in metrics:
+            value = self._computed(key, metric) if computed is None else computed
             found.logged[key.of_epoch] = value
             found.measured.update({key.plain: value, key.of_epoch: value})
             self.computed.append(metric)
