@@ -196,6 +196,72 @@ def one_by_one(predictions: list[Tensor], batch_indices: list[list[list[int]]]) 
         yield from zip(numbers, rows, strict=True)
 
 
+# Hyper-parameters as older projects have them, in one argument; and a data module that counts its epochs.
+ARGUMENTS = """
+import sys
+from argparse import Namespace
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Module(LightningModule):
+    def __init__(self, args):
+        super().__init__()
+        self.save_hyperparameters(args)
+        self.net = torch.nn.Linear(4, self.hparams.width)
+
+    def training_step(self, batch):
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+
+class Data(LightningDataModule):
+    def __init__(self, size, dtype=torch.float32):
+        super().__init__()
+        self.save_hyperparameters()
+        self.loaders = 0
+
+    def train_dataloader(self):
+        self.loaders += 1
+        return DataLoader(TensorDataset(torch.ones(8, 4)), self.hparams.size)
+
+    def state_dict(self):
+        return {"loaders": self.loaders}
+
+    def load_state_dict(self, state):
+        self.loaders = state["loaders"]
+
+
+def make():
+    return Module(Namespace(width=3))
+
+
+if __name__ == "__main__":
+    module, data = (cls.load_from_checkpoint(sys.argv[1]) for cls in (Module, Data))
+    print(module.net.out_features, data.hparams.size, data.loaders)
+"""
+
+
+@pytest.mark.spawn
+def test_what_modules_and_data_modules_saved_of_their_arguments_makes_them_again(
+    python_with_lightning: str, tmp_path: Path
+) -> None:
+    (tmp_path / "arguments.py").write_text(ARGUMENTS)
+    own = ["task=lightning", "~model", "+model._target_=arguments.make", "hydra.run.dir=run"]
+    data = ["data=lightning", "data.datamodule._target_=arguments.Data", "+data.datamodule.size=2", "strategy=single"]
+    command = [python_with_lightning, "-m", "ddp_recipes", *own, *data, "trainer.max_epochs=1", "logger=none"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(120))
+    assert done.returncode == 0, done.stderr
+    assert "The hyper-parameters dtype of Data are no plain data" in (tmp_path / "run" / "train.log").read_text()
+    command = [python_with_lightning, "arguments.py", "run/checkpoints/last.pt"]
+    loaded = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(120))
+    assert loaded.stdout.split()[-3:] == ["3", "2", "1"], loaded.stderr
+
+
 PICTURES = """
 import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger

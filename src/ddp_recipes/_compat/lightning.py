@@ -1,6 +1,8 @@
 """What torchmetrics keeps private: where its metrics are, what a batch has given them, and their states over ranks.
 
 And how an epoch of Lightning's ``CombinedLoader`` ends.
+=======
+And of Lightning's modules, what their ``save_hyperparameters`` was given.
 """
 
 from collections.abc import Callable, Mapping
@@ -80,3 +82,9 @@ def is_combined(loaders: Any) -> bool:
 def mode_of(loaders: Any) -> str:
     """Return how an epoch of several loaders ends: ``CombinedLoader._mode``; without one, as by Lightning's default."""
     return str(loaders._mode) if is_combined(loaders) else "max_size_cycle"
+
+
+def argument_of_hparams(module: Any) -> str | None:
+    """Return the argument that held all hyper-parameters, as ``args``, by its name: ``_hparams_name``."""
+    name = getattr(module, "_hparams_name", None)
+    return name if isinstance(name, str) else None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ddp_recipes._compat.lightning import argument_of_hparams
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.tensors import plain, put_together
 
@@ -16,12 +17,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# The format of these keys, so that LightningModule.load_from_checkpoint reads our files.
+# The format of these keys, so that load_from_checkpoint of Lightning's modules and data modules reads our files.
 _KEYS_OF = "2.5.0"
-_DATAMODULE, _GRADIENTS = "datamodule", "gradients"
+_UNTIL_02, _GRADIENTS = "datamodule", "gradients"  # until 0.2 the state of a data module had that key
+_HPARAMS = "hyper_parameters"
 _LEFT_OUT = "left_out"  # keys that hooks have added, and that no checkpoint can hold
 # What a checkpoint of the weights alone has of all this.
-WEIGHTS_ONLY = {"state_dict", "hyper_parameters", "epoch", "global_step", "pytorch-lightning_version"}
+WEIGHTS_ONLY = {
+    *("state_dict", "epoch", "global_step", "pytorch-lightning_version"),
+    *(f"{of}{name}" for of in ("", "datamodule_") for name in (_HPARAMS, "hparams_name")),
+}
 
 
 def entries(task: LightningTask, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -34,7 +39,7 @@ def entries(task: LightningTask, state: Mapping[str, Any]) -> dict[str, Any]:
     whole = all(isinstance(each, Tensor) for each in state["model"].values())  # else no rank has what Lightning reads
     checkpoint: dict[str, Any] = {
         **({"state_dict": dict(state["model"])} if whole else {}),
-        "hyper_parameters": _plain_of(dict(getattr(module, "hparams", {})))[0],
+        **_hyper_parameters(task, module),
         "epoch": state["cursor"]["epoch"],
         "global_step": task.trainer.global_step,
         "pytorch-lightning_version": _KEYS_OF,
@@ -42,14 +47,16 @@ def entries(task: LightningTask, state: Mapping[str, Any]) -> dict[str, Any]:
     task.hooks("on_save_checkpoint", checkpoint)
     if (datamodule := task.trainer.datamodule) is not None:
         task.data_hooks.of_module("on_save_checkpoint", checkpoint)
-        checkpoint[_DATAMODULE] = dict(getattr(datamodule, "state_dict", dict)())
+        checkpoint |= _hyper_parameters(task, datamodule, "datamodule_")
+        if of_data := dict(getattr(datamodule, "state_dict", dict)()):
+            checkpoint[type(datamodule).__qualname__] = of_data
     pending = {name: p.grad for name, p in task.named_parameters() if p in task.summed.pending and p.grad is not None}
     if pending:
         checkpoint[_GRADIENTS] = pending  # which a module that accumulates by itself has not stepped with yet
     owner = type(module).__name__
     if taken := sorted(checkpoint.keys() & state.keys()):
         raise RequestError(f"{owner}.on_save_checkpoint adds {', '.join(taken)}, which is a key of ours. Rename it.")
-    checkpoint["hyper_parameters"] = _plain_of(checkpoint["hyper_parameters"])[0]  # the hook may have added some
+    checkpoint[_HPARAMS] = _plain_of(checkpoint[_HPARAMS])[0]  # the hook may have added some
     found, others = _plain_of(checkpoint)
     for key, why in others.items():
         if key not in task.left_out:
@@ -62,6 +69,22 @@ def entries(task: LightningTask, state: Mapping[str, Any]) -> dict[str, Any]:
             )
             task.left_out.add(key)
     return {**found, **({_LEFT_OUT: [*others]} if others else {})}
+
+
+def _hyper_parameters(task: LightningTask, module: Any, of: str = "") -> dict[str, Any]:
+    """Return what a module has saved of its arguments, and the name of the one that held all, if it was one."""
+    found, others = _plain_of(dict(getattr(module, "hparams", {})))
+    missing = {f"{of}{_HPARAMS}/{name}" for name in others}
+    if task.trainer.is_global_zero and not missing <= task.left_out:
+        task.left_out |= missing
+        log.warning(
+            "The hyper-parameters %s of %s are no plain data, and no checkpoint has them. Give them to "
+            "load_from_checkpoint by name, or it takes their defaults.",
+            ", ".join(others),
+            type(module).__name__,
+        )
+    argument = argument_of_hparams(module)
+    return {f"{of}{_HPARAMS}": found, **({} if argument is None else {f"{of}hparams_name": argument})}
 
 
 def restore(task: LightningTask, state: Mapping[str, Any]) -> None:
@@ -77,13 +100,15 @@ def restore(task: LightningTask, state: Mapping[str, Any]) -> None:
             parameter.grad = pending[name].to(parameter.device, copy=True)
             task.summed.pending.add(parameter)
     datamodule, missing = task.trainer.datamodule, state.get(_LEFT_OUT, [])
-    if datamodule is not None and _DATAMODULE in missing:
-        raise RequestError(f"{type(datamodule).__name__} cannot go on. {_never_had([_DATAMODULE])}")
+    of_data = type(datamodule).__qualname__
+    if datamodule is not None and of_data in missing:
+        raise RequestError(f"{type(datamodule).__name__} cannot go on. {_never_had([of_data])}")
     try:
         task.hooks("on_load_checkpoint", state)
-        if datamodule is not None and _DATAMODULE in state:
+        if datamodule is not None:
             task.data_hooks.of_module("on_load_checkpoint", state)
-            datamodule.load_state_dict(state[_DATAMODULE])
+            if saved := state.get(of_data, state.get(_UNTIL_02)):
+                datamodule.load_state_dict(saved)
     except Exception as error:
         if not missing:
             raise
