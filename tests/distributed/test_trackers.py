@@ -13,6 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_recipes.errors import Preempted, RequestError
+from ddp_recipes.loggers.mlflow import MLflowLogger
 from ddp_recipes.reporting.run_directory import Summary
 from helpers.marks import quick_each, slow_but
 from helpers.processes import ran, started
@@ -188,3 +189,18 @@ def test_missing_package_says_what_to_install(
     with pytest.raises(RequestError, match=rf"Install\s+ddp-recipes\[{package}\]"):
         run(f"logger={package}", directory=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_mlflow_has_points_of_batches_once_after_a_resume(tmp_path: Path, database: Path) -> None:
+    """A checkpoint after step 2, and one batch; the start before it had come to step 3 and the fourth."""
+    uri = f"sqlite:///{database}"
+    for purge_step, numbers, batches in ((None, (1, 2, 3), range(4)), (3, (3, 4), range(1, 6))):
+        logger = MLflowLogger(tmp_path / "run" / "mlflow", purge_step, tracking_uri=uri)
+        for step in numbers:
+            logger.scalars({"loss": step}, step)
+        for batch in batches:
+            logger.of_batch({"val": batch}, batch, 3)
+        logger.close()
+    assert sorted(steps(mlflow_points(tmp_path / "run", "loss", uri))) == [1, 2, 3, 4]
+    assert sorted(steps(mlflow_points(tmp_path / "run", "val", uri))) == [0, 1, 2, 3, 4, 5]

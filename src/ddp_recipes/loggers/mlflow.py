@@ -82,15 +82,13 @@ class MLflowLogger(Logger):
         client.update_run(self.run_id, status="RUNNING")
         data = client.get_run(self.run_id).data
         self._params: dict[str, str] = data.params
-        # MLflow takes no point back: those it has do not go there again.
+        # MLflow takes no point back: those it has do not go there again, lower numbers of batches neither.
         self._known = {
             (name, point.step)
             for name in (data.metrics if purge_step is not None else ())
             for point in client.get_metric_history(self.run_id, name)
-            if point.step >= (purge_step or 0)
         }
-        if self._known:
-            steps = [step for _, step in self._known]
+        if steps := [step for _, step in self._known if step >= (purge_step or 0)]:
             log.info("MLflow has the steps %d to %d already, and keeps them as they are.", min(steps), max(steps))
 
     def _experiment_id(self, name: str, artifacts: Path | None) -> str:
