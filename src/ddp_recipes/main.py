@@ -130,9 +130,8 @@ def run(
         )
     controller = Controller(world, leaves)
     status = 1
-    alone = world is None or world.world_size == 1  # else a rank is in a collective, out of which nothing raises
     try:
-        with interrupted_by(ASKS_TO_STOP if alone else ()):
+        with interrupted_by(ASKS_TO_STOP):
             if composed is not None:
                 outcome: Any = controller.run_composed(composed, directory)
             else:

@@ -137,6 +137,17 @@ def test_a_signal_ends_an_evaluation_and_its_summary_says_so(processes: int, num
     assert f"stopped by {number.name}" in summary(folder / "run")["error"]
 
 
+def test_sigterm_to_torchrun_ends_an_evaluation_and_its_summary_says_so(folder: Path) -> None:
+    slow = ["model._target_=own_models.SlowToValidate", "+model.sleep_s=0.3", "data.val_samples=2000"]
+    with started(folder, *RUN, *slow, "mode=validate", command=TORCHRUN) as run:
+        until((folder / "validates_1").exists, START_S, "no validation")
+        run.signal(SIGTERM)
+        ended = run.end()
+    assert ended.status != 0
+    assert summary(folder / "run")["status"] == "failed"
+    assert "stopped by SIGTERM" in summary(folder / "run")["error"]
+
+
 @pytest.mark.parametrize("workers", [*at_night(0), 2])
 def test_ctrl_z_suspends_all_ranks_for_longer_than_a_collective_may_take(workers: int, folder: Path) -> None:
     timeout_s = patience(4)
