@@ -170,6 +170,26 @@ def test_ctrl_z_suspends_all_ranks_for_longer_than_a_collective_may_take(workers
     stopped_at(folder / "run")
 
 
+@pytest.mark.parametrize("command", [None, *at_night(TORCHRUN)])
+def test_a_scheduler_that_suspends_and_continues_all_within_a_step_has_them_go_on(
+    command: list[str] | None, folder: Path
+) -> None:
+    """Slurm sends SIGTSTP, SIGSTOP after a while, and SIGCONT to go on."""
+    held = ["model._target_=own_models.InOneCall", "trainer.max_steps=3"]
+    with started(folder, *RUN, *held, *([ranks(2)] if command is None else []), command=command) as run:
+        until(lambda: len(list(folder.glob("begun_*"))) == 2, START_S, "no first step")
+        for pid in (run.pid,) if command is None else (run.rank(0), run.rank(1)):
+            kill(pid, SIGTSTP)
+        until(lambda: len(list(folder.glob(f"got_{SIGTSTP:d}_*"))) == 2, GONE_S, "the signal is not passed on")
+        suspended = run.pids()
+        for number in (SIGSTOP, SIGCONT):
+            for pid in suspended:
+                kill(pid, number)
+        ended = run.end()
+    assert ended.status == 0, ended.err
+    assert summary(folder / "run")["status"] == "finished"
+
+
 @pytest.mark.parametrize("processes", [*at_night(1), 2])
 def test_a_terminal_that_is_closed_stops_a_run_after_a_checkpoint(processes: int, folder: Path) -> None:
     keyboard, screen = pty.openpty()

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from hashlib import sha256
 from pathlib import Path
@@ -71,6 +72,26 @@ class Stuck(Toy):
     def forward(self, x: Tensor) -> Tensor:
         Path(f"begun_{RANK}").touch()
         time.sleep(60)
+        return super().forward(x)
+
+
+class InOneCall(Toy):
+    """Trains in a single call of torch's, in which no handler of Python's runs, from SIGTSTP until SIGCONT."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and not Path(f"begun_{RANK}").exists():
+            called, (read_end, write_end) = torch.futures.Future[None](), os.pipe()
+            os.set_blocking(write_end, False)
+            signal.set_wakeup_fd(write_end)
+
+            def follow() -> None:
+                while (number := os.read(read_end, 1)[0]) != signal.SIGCONT:
+                    Path(f"got_{number}_{RANK}").touch()
+                called.set_result(None)
+
+            threading.Thread(target=follow, daemon=True).start()
+            Path(f"begun_{RANK}").touch()
+            called.wait()
         return super().forward(x)
 
 

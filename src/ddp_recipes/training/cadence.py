@@ -172,6 +172,7 @@ class Pace:
 
 
 _SUSPENDING = (signal.SIGTSTP, signal.SIGCONT)  # Ctrl-Z, and what continues all
+_AT_ONCE_S = 0.1
 
 
 class ValidationStopped(Exception):
@@ -208,6 +209,7 @@ class StopController:
         self._signal: signal.Signals | None = None
         self._interrupts = 0
         self._suspends = False
+        self._continued = 0.0
         self._former: dict[int, object] = {}
 
     def reason(self, step: int) -> str | None:
@@ -264,7 +266,11 @@ class StopController:
                 raise KeyboardInterrupt
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
-        self._suspends = number == signal.SIGTSTP
+        now = time.monotonic()
+        if number == signal.SIGCONT:
+            self._continued = now
+        # After a long call of torch's, in which both came, Python calls both handlers at once, that of SIGCONT first.
+        self._suspends = now > self._continued + _AT_ONCE_S
 
     def __enter__(self) -> StopController:
         if threading.current_thread() is threading.main_thread():

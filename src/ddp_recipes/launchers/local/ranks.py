@@ -119,15 +119,17 @@ class Suspension:
 
     def __enter__(self) -> "Suspension":
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
-            signal.signal(signal.SIGTSTP, self._note)
+            for number in (signal.SIGTSTP, signal.SIGCONT):
+                signal.signal(number, self._note)
         return self
 
     def __exit__(self, *error: object) -> None:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) == self._note:
-            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            for number in (signal.SIGTSTP, signal.SIGCONT):
+                signal.signal(number, signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._requested = True
+        self._requested = number == signal.SIGTSTP
 
     def of(self, ranks: Sequence[Rank]) -> float:
         """Stop all, if that was requested, until this process is continued; return for how many seconds they stood."""
@@ -136,7 +138,7 @@ class Suspension:
         since = time.monotonic()
         for rank in ranks:
             rank.process.send_signal(signal.SIGTSTP)
-        while any(rank.process.poll() is None and not rank.stopped for rank in ranks):
+        while self._requested and any(rank.process.poll() is None and not rank.stopped for rank in ranks):
             if time.monotonic() > since + SUSPENDS_S:
                 break
             time.sleep(0.02)
@@ -144,7 +146,8 @@ class Suspension:
             ranks[0].show_cursor()
         for rank in ranks:
             rank.signal_all(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        if self._requested:  # else a scheduler has stopped and continued all meanwhile, and does not continue it again
+            os.kill(os.getpid(), signal.SIGSTOP)
         self._requested = False
         for rank in ranks:
             rank.process.send_signal(signal.SIGCONT)  # to one that was forked only now as well
