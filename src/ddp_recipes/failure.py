@@ -17,7 +17,8 @@ from ddp_recipes.errors import RecipeError, RunFailed
 from ddp_recipes.output import Output
 from ddp_recipes.reporting.run_directory import in_ranks, write_flight_recorder, write_trace
 from ddp_recipes.runtime.control import Control
-from ddp_recipes.runtime.process import disconnect
+from ddp_recipes.runtime.job import ASKS_TO_STOP
+from ddp_recipes.runtime.process import disconnect, ignore_once
 from ddp_recipes.runtime.tensors import digest
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ log = logging.getLogger(__name__)
 
 def fail(recipe: Recipe, control: Control, output: Output, error: BaseException) -> NoReturn:
     """Record a failure for the other ranks and in the run directory, and raise the error to show."""
+    if recipe.job.last:
+        ignore_once(ASKS_TO_STOP)  # which torchrun sends where a rank has ended: this one has yet to say why
     error, text = _explained(recipe, output, error)
     me, culprit = recipe.world.rank, error.rank if isinstance(error, RunFailed) else None  # of what all ranks see alike
     rank, cause = control.fail(text, me if culprit is None else culprit)

@@ -107,8 +107,6 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
     except Preempted:
         raise
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is reported, and raised again
-        if job.last:
-            ignore_once(ASKS_TO_STOP)  # which torchrun sends where a rank has ended: this one has yet to say why
         recipe.strategy.exchanges.end()  # or this rank would wait for the others to leave the group
         fail(recipe, control, output, _as_error(error))
     finally:
