@@ -41,7 +41,15 @@ from ddp_recipes.reporting.run_directory import (
     remove_empty,
 )
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
-from ddp_recipes.runtime.process import children, die_with_parent, ignore_broken_pipe, is_running, name_of, set_name
+from ddp_recipes.runtime.process import (
+    children,
+    die_with_parent,
+    handled_by,
+    ignore_broken_pipe,
+    is_running,
+    name_of,
+    set_name,
+)
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import ONE_PROCESS
 
@@ -79,29 +87,21 @@ def job_of(sweep: int, number: int) -> Iterator[None]:
     die_with_parent()
     ignore_broken_pipe()  # of the sweep's output, as in its own process
     set_name(f"{_JOB}{number}")
-    former = signal.signal(signal.SIGTERM, signal.default_int_handler)  # else joblib ends all where one dies of it
     try:
-        yield
+        with handled_by({signal.SIGTERM: signal.default_int_handler}):  # else joblib ends all where one dies of it
+            yield
     except (SweepStopped, KeyboardInterrupt) as stop:
         _stopped = stop
         raise
     finally:
         set_name("between jobs")
-        signal.signal(signal.SIGTERM, former)
 
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
     """End a sweep at a signal that asks to stop, once all jobs have saved. One in this process has its own handlers."""
-    if threading.current_thread() is not threading.main_thread():
+    with handled_by(dict.fromkeys(ASKS_TO_STOP, _stop)):
         yield
-        return
-    former = {number: signal.signal(number, _stop) for number in ASKS_TO_STOP}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:

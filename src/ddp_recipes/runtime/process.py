@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -88,22 +88,27 @@ def ignore_once(signals: Iterable[int]) -> None:
 
 
 @contextmanager
+def handled_by(handlers: Mapping[Any, Callable[[int, FrameType | None], object]]) -> Iterator[None]:
+    """Have these called at signals, in the main thread only, until the end; one that another replaced is left so."""
+    in_main = threading.current_thread() is threading.main_thread()
+    former = {number: signal.signal(number, handler) for number, handler in handlers.items() if in_main}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            if signal.getsignal(number) == handlers[number]:
+                signal.signal(number, handler)
+
+
+@contextmanager
 def interrupted_by(signals: Iterable[int]) -> Iterator[None]:
     """Raise at these signals what Ctrl-C does, where nothing else takes them; in the main thread only."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(f"stopped by {signal.Signals(number).name}")
 
-    in_main = threading.current_thread() is threading.main_thread()
-    taken = [number for number in signals if in_main and signal.getsignal(number) == signal.SIG_DFL]
-    for number in taken:
-        signal.signal(number, interrupt)
-    try:
+    with handled_by({number: interrupt for number in signals if signal.getsignal(number) == signal.SIG_DFL}):
         yield
-    finally:
-        for number in taken:
-            if signal.getsignal(number) == interrupt:  # else it is ignored once: the run is at its end
-                signal.signal(number, signal.SIG_DFL)
 
 
 def folder_for_sockets() -> str:

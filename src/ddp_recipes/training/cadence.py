@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ import torch
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.data.order import UNKNOWN
 from ddp_recipes.runtime.job import ASKS_TO_STOP, STOPPING
+from ddp_recipes.runtime.process import handled_by
 from ddp_recipes.runtime.world import World
 
 if TYPE_CHECKING:
@@ -210,7 +210,10 @@ class StopController:
         self._interrupts = 0
         self._suspends = False
         self._continued = 0.0
-        self._former: dict[int, object] = {}
+        suspending = _SUSPENDING if world.world_size > 1 else ()
+        self._handling = handled_by(
+            dict.fromkeys(ASKS_TO_STOP, self._handle) | dict.fromkeys(suspending, self._suspend)
+        )
 
     def reason(self, step: int) -> str | None:
         """Return ``"signal"``, ``"max_time"`` or ``"moved"`` if the run stops at this step, the same on every rank."""
@@ -273,16 +276,10 @@ class StopController:
         self._suspends = now > self._continued + _AT_ONCE_S
 
     def __enter__(self) -> StopController:
-        if threading.current_thread() is threading.main_thread():
-            for number in ASKS_TO_STOP:
-                self._former[number] = signal.signal(number, self._handle)
-            for number in _SUSPENDING if self.world.world_size > 1 else ():
-                self._former[number] = signal.signal(number, self._suspend)
+        self._handling.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._former.items():
-            if signal.getsignal(number) in (self._handle, self._suspend):  # else somebody wants another one by now
-                signal.signal(number, handler)  # type: ignore[arg-type]
+        self._handling.__exit__(kind, error, trace)

@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,11 +17,11 @@ from ddp_recipes.devices import visible
 from ddp_recipes.errors import Preempted, RunFailed
 from ddp_recipes.launchers import reports
 from ddp_recipes.launchers.base import Resources
-from ddp_recipes.launchers.local.ranks import Rank, Starter, Suspension, incoming
+from ddp_recipes.launchers.local.ranks import Rank, Starter, Suspension, incoming, suspension
 from ddp_recipes.launchers.reports import Death, Outcome, as_rank_0, decide
 from ddp_recipes.reporting.run_directory import Summary, leave_trace
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
-from ddp_recipes.runtime.process import ignore_once, interrupted_by, loading
+from ddp_recipes.runtime.process import handled_by, ignore_once, interrupted_by, loading
 from ddp_recipes.runtime.world import World
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
@@ -58,13 +57,13 @@ class LocalLauncher:
         server = self.resources.server if self.settings.start_method == "forkserver" else None
         recovers = self.settings.replace_ranks or job.config["checkpoint"].get("in_memory_every_n_steps")
         survival = extra("launcher.replace_ranks") if recovers else Survival
-        with signals_caught(job.last) as signals, Suspension() as suspension, ExitStack() as memory:
+        with signals_caught(job.last) as signals, suspension() as suspended, ExitStack() as memory:
             ways: Survival = survival(job, self.settings, processes, memory)
             while True:
                 try:
                     with ExitStack() as stack:  # ends ranks that hang once the failure is written
                         ranks = ways.start(Starter(ways.job, processes, server, stack))
-                        return _supervise(ways.job, ranks, signals, suspension, ways.goes_on).conclude(ways.job)
+                        return _supervise(ways.job, ranks, signals, suspended, ways.goes_on).conclude(ways.job)
                 except RunFailed as error:
                     if (line := ways.after(str(error), bool(signals))) is None:
                         if signals and (most or recovers):
@@ -125,7 +124,7 @@ def _supervise(
     job: Job,
     ranks: list[Rank],
     signals: Sequence[str],
-    suspension: Suspension,
+    suspended: Suspension,
     goes_on: Callable[[list[Rank]], bool],
 ) -> Outcome:
     """Wait for the ranks, signal them, give the others a while if one of them fails; return what became of the run.
@@ -141,7 +140,7 @@ def _supervise(
     first, signalled = [*ranks], False
     told: list[Rank] = []  # of the signal
     for _ in incoming(ranks):
-        stood = suspension.of(ranks)
+        stood = suspended.of(ranks)
         deadline, failing, closed = deadline + stood, failing + stood, closed + stood
         if signals.count("SIGINT") > 1:
             return Outcome(KeyboardInterrupt(), "interrupted by the keyboard, twice")
@@ -212,15 +211,9 @@ def signals_caught(last: bool) -> Iterator[list[str]]:
     def note(number: int, frame: FrameType | None) -> None:
         caught.append(signal.Signals(number).name)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield caught
-        return
-    former = {number: signal.signal(number, note) for number in ASKS_TO_STOP}
-    try:
-        yield caught
-    finally:
-        if last:
-            ignore_once(ASKS_TO_STOP)
-        else:
-            for number, handler in former.items():
-                signal.signal(number, handler)
+    with handled_by(dict.fromkeys(ASKS_TO_STOP, note)):
+        try:
+            yield caught
+        finally:
+            if last:
+                ignore_once(ASKS_TO_STOP)

@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import IO
@@ -18,7 +17,7 @@ from typing import IO
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
 from ddp_recipes.launchers.reports import Death, RankReport, died
 from ddp_recipes.runtime.job import Job, Loss
-from ddp_recipes.runtime.process import is_stopped
+from ddp_recipes.runtime.process import handled_by, is_stopped
 
 
 @dataclass(eq=False)
@@ -117,18 +116,8 @@ class Suspension:
     def __init__(self) -> None:
         self._requested = False
 
-    def __enter__(self) -> "Suspension":
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL:
-            for number in (signal.SIGTSTP, signal.SIGCONT):
-                signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTSTP) == self._note:
-            for number in (signal.SIGTSTP, signal.SIGCONT):
-                signal.signal(number, signal.SIG_DFL)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Take SIGTSTP, or SIGCONT."""
         self._requested = number == signal.SIGTSTP
 
     def of(self, ranks: Sequence[Rank]) -> float:
@@ -153,6 +142,14 @@ class Suspension:
             rank.process.send_signal(signal.SIGCONT)  # to one that was forked only now as well
             rank.signal_all(signal.SIGCONT)
         return time.monotonic() - since
+
+
+@contextmanager
+def suspension() -> Iterator[Suspension]:
+    """Take Ctrl-Z for a launcher and its ranks, where nothing else takes it."""
+    suspended, free = Suspension(), signal.getsignal(signal.SIGTSTP) == signal.SIG_DFL
+    with handled_by(dict.fromkeys((signal.SIGTSTP, signal.SIGCONT), suspended.note) if free else {}):
+        yield suspended
 
 
 @dataclass
