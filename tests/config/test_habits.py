@@ -93,6 +93,10 @@ EXPLAINED = [
         "hydra.sweeper.params={seed: 1}",
         "params={seed: 1}: hydra.sweeper.params is null, and Hydra puts no keys into it.",
     ),
+    (
+        "hydra.sweeper.params.seed=1",
+        "params.seed=1: hydra.sweeper.params is null, and Hydra puts no keys into it.",
+    ),
     ("hydra.run.dir=/dev/null/x", "/dev/null/x cannot be the run directory: Not a directory."),
 ]
 

@@ -74,6 +74,8 @@ def added_twice(error: BaseException) -> str | None:
 def null_that_was_merged_into(error: BaseException) -> str | None:
     """Return the key of a null that OmegaConf was to put keys into, which it says of its own list of them."""
     found = re.search(r"'NoneType' object has no attribute 'get'(?s:.*)full_key: (\S+)", str(error))
+    if "Unexpected type for root: NoneType" in str(error):  # which names none: the one null of Hydra's that holds keys
+        return "hydra.sweeper.params"
     return found[1] if found else None
 
 

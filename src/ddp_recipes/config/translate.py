@@ -196,9 +196,10 @@ def _wrong_choice(error: Exception, hydra: Hydra, overrides: Sequence[str]) -> s
             if (choice := given.partition("=")[2]) not in options:
                 none = f" For none of them: '~{group}'." if "null" in choice.split(",") else ""
                 return f"{given}: there is no such option. Options of {group}: {', '.join(sorted(options))}.{none}"
-    if (key := null_that_was_merged_into(error)) is not None and (merged := _given(key, overrides)):
+    key = null_that_was_merged_into(error)
+    if merged := [one for one in overrides if key and f"{_key(one)}.".startswith(f"{key}.")]:
         instead = " Give what it would hold as overrides: -m optimizer.lr=interval(0.01,0.1)." if key == _SWEPT else ""
-        return f"{merged}: {key} is null, and Hydra puts no keys into it.{instead}"
+        return f"{merged[0]}: {key} is null, and Hydra puts no keys into it.{instead}"
     given = next((one for one in overrides if repr(one) in repr(str(error))), "This")
     if (without := next((one for one in overrides if not _key(one)), None)) is not None:
         return f"{without}: there is no key before the equals sign. Write key=value."
