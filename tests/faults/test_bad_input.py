@@ -14,7 +14,7 @@ from ddp_recipes.devices import of_gpus
 from ddp_recipes.errors import RequestError
 from ddp_recipes.testing import make_job
 from helpers.marks import slow_but
-from helpers.processes import TORCHRUN, Ended, ran
+from helpers.processes import TORCHRUN, Ended, ran, summary
 
 ONE = "launcher.nproc_per_node=1"
 TWO = "launcher.nproc_per_node=2"
@@ -259,6 +259,16 @@ def test_nodes_under_torchrun_are_refused_and_leave_no_folder(folder: Path) -> N
     assert ended.status != 0
     assert "and this process is one that torchrun started. Start train.py once on each node" in ended.err
     assert not (folder / "outputs").exists()
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_run_that_is_started_within_a_rank_of_several_nodes_is_on_one_node(folder: Path) -> None:
+    outer = {"DDP_RECIPES_FIRST_RANKS": "0 4", "GROUP_RANK": "1"}  # whose own ranks' variables a user has unset
+    ended = ran(folder, *SHORT, TWO, "hydra.run.dir=run", environ=outer)
+    assert ended.status == 0, ended.err
+    assert summary(folder / "run")["nnodes"] == 1
 
 
 def test_the_checkpoint_of_another_model_is_refused_with_the_shapes_that_differ(here: Path, first_run: Path) -> None:

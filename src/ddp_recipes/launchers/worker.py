@@ -98,7 +98,8 @@ def work(connection: int, reports: int, stacks: int, store_file: int | None = No
     ignore_broken_pipe()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
     rank, size, local_rank, local_size, node = (int(os.environ.get(name, 0)) for name in names)
-    world = World(rank, size, local_rank, local_size, node, tuple(map(int, os.environ.get(FIRSTS, "").split())))
+    firsts = os.environ.get(FIRSTS, "") if store_file is None else ""  # else another run's, which this is started from
+    world = World(rank, size, local_rank, local_size, node, tuple(map(int, firsts.split())))
     set_name(f"rank {world.rank}")
     write_at_death(stacks)
     pipe = os.fdopen(connection, "rb")
