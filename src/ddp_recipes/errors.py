@@ -9,6 +9,7 @@ RecipeError                 base of all, status 1
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 
+INTERRUPTED = 130  # the exit status of a KeyboardInterrupt
 MAKE_KEY = (
     "Make one in the home folder, if all nodes share it: (umask 077; openssl rand -hex 32 > ~/.ddp_recipes_key). Else "
     "set DDP_RECIPES_KEY to the same secret for every rank."

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_recipes.config.extras import BEFORE_CONFIG, extra
 from ddp_recipes.config.targets import is_run
 from ddp_recipes.controller import Controller
-from ddp_recipes.errors import RecipeError, RequestError, printable
+from ddp_recipes.errors import INTERRUPTED, RecipeError, RequestError, printable
 from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.runtime.job import ASKS_TO_STOP
@@ -47,7 +47,7 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
         status = error.exit_status
     except KeyboardInterrupt as error:
         print(f"Interrupted{': ' if error.args else ''}{error}.", file=sys.stderr)
-        status = 130
+        status = INTERRUPTED
     if leaves:
         leave(status)
     sys.exit(status)
@@ -143,6 +143,9 @@ def run(
         raise
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
+        raise
+    except KeyboardInterrupt:
+        status = INTERRUPTED
         raise
     finally:
         controller.close(status)

@@ -18,6 +18,7 @@ from helpers.processes import (
     ONE_BY_ONE,
     START_S,
     TORCHRUN,
+    free_port,
     kill,
     ran,
     started,
@@ -304,6 +305,17 @@ class Told(LocalLauncher):
 def test_a_signal_before_anything_is_started_leaves_nothing(processes: int, folder: Path) -> None:
     (folder / "told.py").write_text(TOLD)
     ended = ran(folder, *QUICK, ranks(processes), "launcher=local", "launcher._target_=told.Told")
+    assert (ended.status, ended.err) == (130, "Interrupted: stopped by SIGTERM.\n")
+    assert not (folder / "run").exists()
+
+
+def test_a_signal_before_ranks_have_met_ends_rank_0_at_once_and_leaves_nothing(folder: Path) -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    first = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **address}
+    with started(folder, *QUICK, environ=first) as run:
+        until((folder / "run").exists, START_S, "no directory")
+        run.signal(SIGTERM)
+        ended = run.end(GONE_S)
     assert (ended.status, ended.err) == (130, "Interrupted: stopped by SIGTERM.\n")
     assert not (folder / "run").exists()
 

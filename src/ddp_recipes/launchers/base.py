@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ddp_recipes.config.settings import AutoSettings, LauncherSettings, launcher_class
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import INTERRUPTED, RequestError
 from ddp_recipes.launchers.fork_server import ForkServer
 from ddp_recipes.reporting.run_directory import Summary, write_text
 from ddp_recipes.runtime.job import Job
@@ -119,9 +119,15 @@ class Resources:
             )
 
     def close(self, exit_code: int) -> None:
-        """End the fork server, and have the followers exit with this code, if there are any."""
+        """End the fork server, and have the followers exit with this code, if there are any.
+
+        They need not be waited for where a signal came before all had met, which torch may have been loaded for: it
+        came to them, too, or whatever started them ends those that are left.
+        """
         self.server.close()
-        if self.world is not None and self.world.world_size > 1:
+        if self.world is None or self.world.world_size == 1:
+            return
+        if exit_code != INTERRUPTED or ("channel" in vars(self) and self.channel.have_met):
             self.channel.stop(exit_code)
 
 

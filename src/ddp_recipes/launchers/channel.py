@@ -155,6 +155,7 @@ class Channel:
         self._note = note
         self.root = at_address(world, os.environ)
         self._generation: Messages | None = None
+        self.have_met = False
         self._next = 0
         self._peers = Peers(world)
         self._timeout_s = TIMEOUT.total_seconds()
@@ -241,6 +242,7 @@ class Channel:
             time.sleep(0.01)
         if missing:
             raise RunFailed(did_not_arrive(missing, self.world.world_size, timeout_s), unresponsive=sorted(missing))
+        self.have_met = True
 
     def _post(self, message: str, patience: float = CALL_S) -> int:
         number, self._next = self._next, self._next + 1
