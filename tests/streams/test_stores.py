@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
@@ -103,9 +103,18 @@ def store(shards: Callable[..., Path]) -> Iterator[Store]:
         thread.join()
 
 
-def stream_of(store: Store, folder: Path, path: str = "", **more: Any) -> Stream:
+def stream_of(store: Store | str, folder: Path, path: str = "", **more: Any) -> Stream:
     cache = {"folder": str(folder), "ahead": 0, "retries": 1, "timeout_s": 20.0, **more}
-    return Stream(store.address + path, inputs="a", cache=cache)
+    return Stream((store if isinstance(store, str) else store.address) + path, inputs="a", cache=cache)
+
+
+def had(held: AbstractContextManager[Path]) -> Path:
+    with held as file:
+        return file
+
+
+def file_of(stream: Stream, number: int) -> Path:
+    return had(stream.file_of(number))
 
 
 def test_shards_are_fetched_once_and_are_those_of_the_store(store: Store, tmp_path: Path) -> None:
@@ -161,19 +170,19 @@ def test_a_shard_is_the_same_however_a_store_was_asked(tmp_path: Path, monkeypat
     files = []
     for more in ({"StorageClass": "STANDARD", "LastModified": 1.25}, {"LastModified": 1, "ContentType": "text"}):
         told = {"ETag": "1", "size": 7, **more}
-        files.append(Cache(tmp_path).stored("s3://bucket/0.txt", None))
+        files.append(had(Cache(tmp_path).stored("s3://bucket/0.txt", None)))
     told = {"ETag": "2", "size": 7}
-    assert files[0] == files[1] != Cache(tmp_path).stored("s3://bucket/0.txt", None)
+    assert files[0] == files[1] != had(Cache(tmp_path).stored("s3://bucket/0.txt", None))
 
 
 def test_processes_that_need_a_shard_fetch_it_once(store: Store, tmp_path: Path) -> None:
     stream = stream_of(store, tmp_path / "cache")
     with ThreadPoolExecutor(4) as pool:
-        files = [*pool.map(stream.file_of, [2] * 8)]
+        files = [*pool.map(partial(file_of, stream), [2] * 8)]
     assert len({*files}) == 1
     assert store.asked["part-2.parquet"] == 1
     context = get_context("fork")
-    workers = [context.Process(target=stream.file_of, args=(3,)) for _ in range(3)]
+    workers = [context.Process(target=file_of, args=(stream, 3)) for _ in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -185,11 +194,11 @@ def test_processes_that_need_a_shard_fetch_it_once(store: Store, tmp_path: Path)
 def test_data_workers_forked_while_a_shard_is_fetched_keep_nobody_from_it(store: Store, tmp_path: Path) -> None:
     store.faults = {f"part-{number}.parquet": ["held"] for number in range(4)}
     stream = stream_of(store, tmp_path / "cache", ahead=0)
-    fetching = threading.Thread(target=stream.file_of, args=(1,))
+    fetching = threading.Thread(target=file_of, args=(stream, 1))
     fetching.start()
     until(lambda: store.asked["part-1.parquet"] == 1, 60, "nobody asks for the shard")
     context = get_context("fork")
-    worker = context.Process(target=stream.file_of, args=(1,), daemon=True)
+    worker = context.Process(target=file_of, args=(stream, 1), daemon=True)
     idle = context.Process(target=store.over.wait, args=(60,), daemon=True)  # has what its parent had open
     worker.start()
     idle.start()
@@ -251,7 +260,7 @@ def test_a_shard_that_is_missing_or_another_one_is_named(
 
 def test_what_dead_processes_left_is_removed_and_the_cache_keeps_its_limit(store: Store, tmp_path: Path) -> None:
     stream = stream_of(store, tmp_path / "cache")
-    kept = stream.file_of(0)
+    kept = file_of(stream, 0)
     left = kept.with_name("part-0.parquet.99999.part")
     left.write_bytes(b"half")
     stream_of(store, tmp_path / "cache")
@@ -284,8 +293,8 @@ def test_what_else_is_in_the_folder_of_the_cache_stays(store: Store, tmp_path: P
 def use_often(cache: Cache, which: list[Path]) -> bool:
     for number in range(400):
         path = which[number % len(which)]
-        with suppress(FileNotFoundError):  # another process has removed it just now
-            if cache.plain(path, str(path)).read_text() != path.name:
+        with cache.plain(path, str(path)) as file:
+            if file.read_text() != path.name:
                 return False
     return True
 
@@ -298,7 +307,26 @@ def test_processes_remove_each_others_shards_and_none_fails(tmp_path: Path) -> N
     cache = Cache(tmp_path / "cache", limit=1)
     with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
         assert [*pool.map(partial(use_often, cache), [paths, paths[::-1]] * 2)] == [True] * 4
-    assert len([*(tmp_path / "cache").iterdir()]) <= 1
+    assert len([*(tmp_path / "cache").iterdir()]) <= 4, "one for each process that opened one"
+
+
+def wrong_rows(make: Callable[[], Stream], rows: list[int]) -> list[int]:
+    return [row for _ in range(4) for stream in [make()] for row in rows if stream[row] != row]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compression", ["", ".gz"])
+def test_a_cache_smaller_than_a_shard_serves_processes_that_remove_each_others(
+    compression: str, store: Store, tmp_path: Path
+) -> None:
+    path = ""
+    if compression:
+        write_shards(tmp_path / "set.parquet" / "more", ".jsonl.gz", ROWS, (0, 20, 40, 61))
+        path = "/more/part-{0..2}.jsonl.gz"
+    make = partial(stream_of, store.address, tmp_path / "cache", path, limit_gb=1e-9)
+    with ProcessPoolExecutor(4, mp_context=get_context("fork")) as pool:
+        found = pool.map(partial(wrong_rows, make), [[0, 21, 41, 60], [60, 22, 1, 42]] * 2)
+        assert [*found] == [[]] * 4
 
 
 def test_shards_are_fetched_ahead_in_the_order_of_the_epoch(store: Store, tmp_path: Path) -> None:
@@ -336,7 +364,7 @@ def test_a_full_cache_disk_is_said(store: Store, tmp_path: Path) -> None:
     with mounted(tmp_path / "small", "4k") as folder:
         (tmp_path / "set.parquet" / "large.txt").write_bytes(bytes(99_999))
         with pytest.raises(BadShard, match=r"there is no space left for it in data.cache.folder=.*small. Give"):
-            Cache(folder, retries=0).stored(f"{store.address}/large.txt", None)
+            had(Cache(folder, retries=0).stored(f"{store.address}/large.txt", None))
         assert not [*folder.glob("*/*.part")]
 
 

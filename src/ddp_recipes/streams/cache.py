@@ -2,7 +2,7 @@
 
 Plain files in one folder, shared by ranks and by runs. One process at a time fetches a shard, by a lock on a file
 beside it; what it writes is renamed once it is complete and verified. A process that dies leaves a part, which the next
-one that takes the lock removes.
+one that takes the lock removes. Who is about to open a shard shares the lock, and nobody removes the shard meanwhile.
 """
 
 import errno
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -54,7 +54,8 @@ class Cache:
     """A folder of shards.
 
     Attributes:
-        limit: bytes that are kept; those used longest ago are removed. One shard more may be there meanwhile.
+        limit: bytes that are kept; those used longest ago are removed. One shard more for each process that opens one may
+            be there.
         retries: how often a store that fails is asked again.
         timeout_s: how long a download may bring nothing.
         options: of the store, as fsspec takes them.
@@ -68,8 +69,9 @@ class Cache:
 
     # --- shards ---
 
-    def stored(self, path: str, checksum: str | None, size: int | None = None) -> Path:
-        """Return the local file of a shard as it is stored; it is fetched where it is not here.
+    @contextmanager
+    def stored(self, path: str, checksum: str | None, size: int | None = None) -> Iterator[Path]:
+        """Have the local file of a shard as it is stored; it is fetched where it is not here.
 
         Args:
             checksum: SHA-256 that it has to have.
@@ -79,16 +81,20 @@ class Cache:
             BadShard: it is missing, is another one, or the store does not give it.
         """
         if "://" not in path:
-            return Path(path)
+            yield Path(path)
+            return
         which = f"{checksum} {size}" if checksum is not None else self._version(path)
-        return self._once(f"{path} {which}", path, lambda part: self._fetch(path, part, checksum, size))
+        with self._once(f"{path} {which}", path, lambda part: self._fetch(path, part, checksum, size)) as file:
+            yield file
 
-    def plain(self, stored: Path, path: str) -> Path:
-        """Return the file of a shard without its compression."""
+    @contextmanager
+    def plain(self, stored: Path, path: str) -> Iterator[Path]:
+        """Have the file of a shard without its compression."""
         path = without_query(path)
         suffix = Path(path).suffix
         if suffix not in COMPRESSIONS:
-            return stored
+            yield stored
+            return
         status = stored.stat()
 
         def decompress(part: Path) -> None:
@@ -97,21 +103,30 @@ class Cache:
                     file.write(chunk)
 
         name = f"{stored.absolute()} {status.st_size} {status.st_mtime_ns}"
-        return self._once(name, path.removesuffix(suffix), decompress)
+        with self._once(name, path.removesuffix(suffix), decompress) as file:
+            yield file
 
-    def _once(self, name: str, path: str, make: Callable[[Path], None]) -> Path:
-        """Return a file that ``make`` has written, in this process or another one, now or before."""
+    @contextmanager
+    def _once(self, name: str, path: str, make: Callable[[Path], None]) -> Iterator[Path]:
+        """Have a file that ``make`` has written, in this process or another one, now or before; it stays meanwhile."""
         file = self.folder / hashlib.sha256(name.encode()).hexdigest()[:_DIGITS] / Path(without_query(path)).name
-        if not _touched(file):
-            try:
-                with _locked(file.parent / LOCK):
-                    if not _touched(file):
-                        self._made(file, make)
-            except OSError as error:
-                raise self._explained(error, path) from error
-            finally:
-                _removed_if_empty(file.parent)  # it is, if that failed
-        return file
+        try:
+            with ExitStack() as held:
+                try:
+                    while True:
+                        held.enter_context(_locked(file.parent / LOCK, fcntl.LOCK_SH))
+                        if _touched(file):
+                            break
+                        held.close()
+                        with _locked(file.parent / LOCK, fcntl.LOCK_EX):
+                            if not _touched(file):
+                                self._made(file, make)
+                except OSError as error:
+                    if not _touched(file):  # else it is in a folder that may only be read
+                        raise self._explained(error, path) from error
+                yield file
+        finally:
+            _removed_if_empty(file.parent)  # it is, if that failed
 
     def _made(self, file: Path, make: Callable[[Path], None]) -> None:
         for left in file.parent.glob(f"*{PART}"):  # of a process that died, for nobody else has the lock
@@ -142,7 +157,7 @@ class Cache:
     def evict(self, limit: int, keep: Path | None = None) -> int:
         """Remove files used longest ago until the rest has at most so many bytes; return how many were removed.
 
-        Who has one open goes on reading it.
+        Who has one open goes on reading it; what somebody is about to open stays.
         """
         found = []
         for file in self._files():
@@ -153,18 +168,20 @@ class Cache:
         for _, bytes_, file in sorted(found):
             if size <= limit:
                 break
-            if file != keep:
+            if file == keep:
+                continue
+            with suppress(BlockingIOError), _locked(file.parent / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 file.unlink(missing_ok=True)
-                _removed_if_empty(file.parent)
                 size -= bytes_
                 removed += bytes_
+            _removed_if_empty(file.parent)
         return removed
 
     def clean(self) -> None:
         """Remove what processes that died have left."""
         for file in self._files():
             if file.suffix == PART:
-                with suppress(OSError), _locked(file.parent / LOCK, wait=False):
+                with suppress(OSError), _locked(file.parent / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
                     file.unlink(missing_ok=True)
             if file.suffix == PART or file.name == LOCK:
                 _removed_if_empty(file.parent)
@@ -354,17 +371,17 @@ def _touched(file: Path) -> bool:
 
 
 @contextmanager
-def _locked(path: Path, wait: bool = True) -> Iterator[None]:
+def _locked(path: Path, how: int) -> Iterator[None]:
     """Have a lock, whose file and folder are made; both may be removed by who has it, while others wait."""
     while True:
         with suppress(FileExistsError):
             path.parent.mkdir(parents=True)
         try:
-            file = path.open("w")
+            file = path.open("w+")  # of network file systems a shared lock is for who reads
         except FileNotFoundError:  # the folder was removed just now
             continue
         with file:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, how)
             try:
                 if not _is_at(file, path):  # it was removed meanwhile: another one may be there, and locked
                     continue
@@ -386,7 +403,7 @@ def _removed_if_empty(folder: Path) -> None:
     with suppress(OSError):
         if os.listdir(folder) != [LOCK]:
             return
-        with _locked(folder / LOCK, wait=False):
+        with _locked(folder / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if os.listdir(folder) == [LOCK]:
                 (folder / LOCK).unlink()
                 folder.rmdir()

@@ -5,7 +5,8 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -206,18 +207,20 @@ class Stream(Dataset[Any]):
         at = turn.index(self._pieces.index(shard))
         return [self._pieces[number] for number in turn[at + 1 : at + 1 + self.ahead]]
 
-    def file_of(self, number: int) -> Path:
-        """Return the local, uncompressed file of a shard, and see that it is the one that was indexed.
+    @contextmanager
+    def file_of(self, number: int) -> Iterator[Path]:
+        """Have the local, uncompressed file of a shard, and see that it is the one that was indexed.
 
         Raises:
             BadShard: it is not, or cannot be had.
         """
         shard = self.index.shards[number]
         path = joined(self.index.root, shard.name)
-        stored = self.cache.stored(path, shard.sha256, shard.bytes)
-        if not is_remote(path):
-            _verify(stored, shard)
-        return self.cache.plain(stored, path)
+        with self.cache.stored(path, shard.sha256, shard.bytes) as stored:
+            if not is_remote(path):
+                _verify(stored, shard)
+            with self.cache.plain(stored, path) as file:
+                yield file
 
     def plan_rows(self, plan: BatchPlan) -> list[tuple[str, str]]:
         """Return what a dry run says of the order: how well it shuffles, and what that costs a process that reads."""
@@ -268,10 +271,8 @@ class _Process:
         assert suffix is not None
         self._fetch_ahead(shard, stream)
         try:
-            try:
-                reader = self._reader(shard, suffix, stream)
-            except FileNotFoundError:  # removed from a cache that is too small, since
-                reader = self._reader(shard, suffix, stream)
+            with stream.file_of(shard) as file:
+                reader = self._reader(shard, suffix, stream, file)
             path = joined(stream.index.root, entry.name)
             if isinstance(reader, Records):
                 reader.typed(columns)
@@ -286,8 +287,7 @@ class _Process:
             self._close(*self._open.popitem(last=False))
         return reader
 
-    def _reader(self, shard: int, suffix: str, stream: Stream) -> Reader:
-        file = stream.file_of(shard)
+    def _reader(self, shard: int, suffix: str, stream: Stream, file: Path) -> Reader:
         if (known := self._closed.get(shard)) is None:
             return opened(file, suffix, self.groups, stream.decoder.columns)
         known.open(file)
@@ -312,7 +312,8 @@ class _Process:
         def fetch() -> None:
             for each in missing:
                 try:
-                    stream.file_of(each)
+                    with stream.file_of(each):
+                        pass
                 except Exception:  # who needs it meets the error again
                     log.debug("A shard could not be fetched ahead.", exc_info=True)
                 finally:

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
 from itertools import takewhile
@@ -348,23 +348,20 @@ def described(root: str, name: str, cache: Cache, checksum: bool = True) -> tupl
     suffix, path = format_of(name), joined(root, name)
     assert suffix is not None
     try:
-        stored = cache.stored(path, None)
-        status = os.stat(stored)
-        reader = opened(cache.plain(stored, path), suffix, Groups(0))
-        try:
-            groups, memory = getattr(reader, "in_memory", (0, 0))
-            shard = Shard(
-                name,
-                len(reader),
-                status.st_size,
-                groups,
-                memory,
-                None if is_remote(root) else status.st_mtime_ns,
-                sha256(stored) if checksum else None,
-            )
-            return shard, reader.found_types() if isinstance(reader, Records) else dict(reader.columns)
-        finally:
-            reader.close()
+        with cache.stored(path, None) as stored, cache.plain(stored, path) as file:
+            status = os.stat(stored)
+            with closing(opened(file, suffix, Groups(0))) as reader:
+                groups, memory = getattr(reader, "in_memory", (0, 0))
+                shard = Shard(
+                    name,
+                    len(reader),
+                    status.st_size,
+                    groups,
+                    memory,
+                    None if is_remote(root) else status.st_mtime_ns,
+                    sha256(stored) if checksum else None,
+                )
+                return shard, reader.found_types() if isinstance(reader, Records) else dict(reader.columns)
     except (BadShard, OSError) as error:
         raise RequestError(f"The shard {path} cannot be read: {error}") from error
 
