@@ -1,5 +1,9 @@
 """Map-style data sets of ten samples each, that a user might pack."""
 
+import os
+from multiprocessing import parent_process
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -59,3 +63,26 @@ class Bfloat(Ten):
 def several() -> dict[str, Ten]:
     """Return sets by name, as ``datasets.load_dataset`` does without a split."""
     return {"train": Ten(), "test": Ten()}
+
+
+class Unsendable(Ten):
+    """Cannot be given to another process, as what holds an open file or a function without a name."""
+
+    def __init__(self) -> None:
+        self.double = lambda index: 2 * index
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": self.double(index)}
+
+
+class Held(LateShape):
+    """Gives a worker that packs it no sample; a file named by its process says that it waits for one."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> Any:
+        if parent_process() is not None:
+            (Path(self.folder) / str(os.getpid())).touch()
+            Event().wait(600)
+        return {"x": index}

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -17,6 +19,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.streams import Stream
 from ddp_recipes.streams.commands import index, pack
 from helpers.patience import patience
+from helpers.processes import COLD, GONE_S, START_S, started, until
 
 pytest.importorskip("pyarrow")
 
@@ -234,6 +237,34 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         index([str(tmp_path / "nowhere")])
     with pytest.raises(RequestError, match="'anon' is no argument"):
         index([str(tmp_path), "anon"])
+
+
+def test_what_other_processes_cannot_be_given_is_packed_by_one(tmp_path: Path) -> None:
+    pack(["streams.pack_parts.Unsendable", str(tmp_path / "set"), "--shard-mb=0.00003", "--workers=2"])
+    assert len([*tmp_path.glob("set/part-*.parquet")]) > 1
+    stream = Stream(str(tmp_path / "set"), inputs="x")
+    assert [stream[number] for number in range(10)] == [2 * number for number in range(10)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_pack_that_is_ended_ends_with_its_workers(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "held").mkdir()
+    given = [
+        "pack",
+        "streams.pack_parts.Held",
+        "set",
+        f"folder={tmp_path / 'held'}",
+        "--shard-mb=0.00003",
+        "--workers=2",
+    ]
+    environ = {
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.getenv("PYTHONPATH")])])
+    }
+    with started(tmp_path, *given, command=COLD, environ=environ) as run:
+        until(lambda: len([*(tmp_path / "held").iterdir()]) == 2, START_S, "no worker begins")
+        run.signal(number)
+        assert run.end(GONE_S).status == (130 if number == signal.SIGINT else -number)
 
 
 @pytest.mark.slow

@@ -54,8 +54,7 @@ class Cache:
     """A folder of shards.
 
     Attributes:
-        limit: bytes that are kept; those used longest ago are removed. One shard more for each process that opens one may
-            be there.
+        limit: bytes that are kept; those used longest ago are removed. Each process that opens one may have one more.
         retries: how often a store that fails is asked again.
         timeout_s: how long a download may bring nothing.
         options: of the store, as fsspec takes them.

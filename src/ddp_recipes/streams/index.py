@@ -11,6 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ddp_recipes.data.loader import follow_rank
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache, sha256, without_query
@@ -316,12 +317,18 @@ def in_parallel(work: Callable[..., T], arguments: Sequence[tuple[Any, ...]], wo
         yield from ((number, work(*given)) for number, given in enumerate(arguments))
         return
     from concurrent.futures import ProcessPoolExecutor, as_completed  # which takes longer than all else of a start
-    from multiprocessing import get_context
+    from multiprocessing import active_children, get_context
 
-    with ProcessPoolExecutor(min(workers, len(arguments)), mp_context=get_context("spawn")) as pool:
+    others, count = {*active_children()}, min(workers, len(arguments))
+    with ProcessPoolExecutor(count, get_context("spawn"), follow_rank, (0,)) as pool:  # here the command for the rank
         jobs = {pool.submit(work, *given): number for number, given in enumerate(arguments)}
-        for job in as_completed(jobs):
-            yield jobs[job], job.result()
+        try:
+            for job in as_completed(jobs):
+                yield jobs[job], job.result()
+        except BaseException:  # nobody waits for what is still to be done
+            for worker in {*active_children()} - others:
+                worker.kill()
+            raise
 
 
 def write(index: Index, cache: Cache) -> None:

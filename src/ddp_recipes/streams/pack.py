@@ -3,7 +3,9 @@
 import importlib
 import io
 import json
+import logging
 import os
+import pickle
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +29,8 @@ from ddp_recipes.streams.decoding import Decoder, as_tensor
 from ddp_recipes.streams.formats import format_of
 from ddp_recipes.streams.index import IN_ORDER_OF, NAME, Columns, Index, Shard, assembled, described, in_parallel, write
 from ddp_recipes.streams.reader import Row, needed
+
+log = logging.getLogger(__name__)
 
 PLAN = "pack.json"  # what is being packed, as long as it is
 LOOKED_AT = 32  # samples that say how large others are, and of which type
@@ -72,6 +76,7 @@ class Packing:
         parts = range(len(cuts) - 1)
         todo = [number for number in parts if not (self.dest / self._name(number)).exists()]
         jobs = [(self, number, cuts[number], cuts[number + 1]) for number in todo]
+        workers = workers if workers == 1 or self._can_be_sent() else 1
         for done, _ in enumerate(in_parallel(_write, jobs, workers), 1 + len(parts) - len(todo)):
             show(done, len(parts))
         cache = Cache(self.dest / ".cache")
@@ -80,6 +85,16 @@ class Packing:
         write(index, cache)
         (self.dest / PLAN).unlink()
         return index
+
+    def _can_be_sent(self) -> bool:
+        """Whether other processes can be given the data set: if each made its own, samples might be others."""
+        try:
+            with open(os.devnull, "wb") as nowhere:
+                pickle.dump(self, nowhere)
+        except Exception as error:  # noqa: BLE001 - what cannot be pickled raises anything
+            log.warning("This process alone writes all shards, for others cannot be given the data set: %s", error)
+            return False
+        return True
 
     @property
     def _seed(self) -> int | None:
