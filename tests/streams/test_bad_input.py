@@ -176,6 +176,20 @@ def test_a_row_of_the_same_split_takes_the_place_of_a_bad_one(shards: Callable[.
     assert [train[30].item(), train[48].item(), val[11].item()] == [31, 40, 49]
 
 
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_a_text_of_a_column_that_is_none_is_left_out(suffix: str, tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"a": arrow.array([b"one", b"\xff\xfe", b"two"]).view(arrow.string())})
+    if suffix == "parquet":
+        parquet.write_table(table, tmp_path / "0.parquet")
+    else:
+        with arrow.ipc.new_file(tmp_path / "0.arrow", table.schema) as file:
+            file.write_table(table)
+    with pytest.raises(ValueError, match=rf"Row 1 of .*0.{suffix} cannot be decoded: .* can't decode byte 0xff"):
+        Stream(str(tmp_path), inputs="a")[1]
+    assert [*map(Stream(str(tmp_path), inputs="a", on_error="skip").__getitem__, range(3))] == ["one", "two", "two"]
+
+
 @pytest.mark.slow
 def test_rows_are_skipped_alike_on_any_number_of_ranks(run: Run, shards: Callable[..., Path]) -> None:
     folder = shards(".jsonl", broken(ROWS, (0, 19, 23, 24, 60)))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddp_recipes.streams.reader import BadShard, Part, Row, needed, span
+from ddp_recipes.streams.reader import BadRow, BadShard, Part, Row, needed, span
 
 
 class Groups:
@@ -151,7 +151,10 @@ class Table:
 
     def row(self, number: int) -> Row:
         """Return a row; its arrays have memory of their own."""
-        return {name: get(number) for name, get in self._columns}
+        try:
+            return {name: get(number) for name, get in self._columns}
+        except (ValueError, OverflowError) as error:  # a text that is no UTF-8, a date that Python has not
+            raise BadRow(f"it holds what cannot be read: {error}") from error
 
 
 def _getter(column: Any, shape: Sequence[int] | None) -> Callable[[int], Any]:
