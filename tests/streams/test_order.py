@@ -1,5 +1,7 @@
 """The order of a set in shards: each row once, within its window, and how well that shuffles, as numbers."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
@@ -8,6 +10,7 @@ from numpy.typing import NDArray
 from ddp_recipes.data.order import BatchPlan, Sequential, Shuffled
 from ddp_recipes.streams.index import Shard
 from ddp_recipes.streams.order import Windowed, cost, quality
+from helpers.patience import patience
 
 orders = st.builds(
     Windowed,
@@ -52,6 +55,12 @@ def test_rows_stay_within_their_window_of_their_lane(order: Windowed, epoch: int
     starts = np.cumsum(order.rows) - order.rows
     whole = [range(starts[shard], starts[shard] + order.rows[shard]) for shard in order.shards(epoch)]
     assert in_places.tolist() == [row for shard in whole for row in shard]
+
+
+def test_windows_of_a_row_are_as_quick_as_those_of_many() -> None:
+    began, places = time.monotonic(), np.arange(1 << 16, dtype=np.uint64)
+    assert len({*Windowed((10_000,) * 100, 3, 1, 8).samples(0, places).tolist()}) == 1 << 16
+    assert time.monotonic() - began < patience(5), "18 s window by window"
 
 
 def test_order_differs_by_epoch_and_seed() -> None:

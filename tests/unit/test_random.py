@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ddp_recipes.runtime.seeding import Generators, key, seeded, step_key
+from ddp_recipes.runtime.seeding import Generators, key, keys, seeded, step_key
 
 
 @pytest.mark.parametrize("seed", [0, 1, 42, 2**32 - 1, 2**64 - 1, -3])
@@ -70,3 +70,9 @@ def test_draws_of_fixed_shards_do_not_depend_on_who_has_them() -> None:
             for rank, shards in enumerate((range(2), range(2, 4)))
         ]
         assert one == two[0] | two[1]
+
+
+def test_many_keys_at_once_are_those_of_each() -> None:
+    numbers = np.array([0, 1, 5, 2**63], dtype=np.uint64)
+    assert keys(-3, 7, numbers).tolist() == [key(-3, 7, number) for number in numbers.tolist()]
+    assert keys(numbers, 2).tolist() == [key(number, 2) for number in numbers.tolist()]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ddp_recipes.runtime.seeding import key
+from ddp_recipes.runtime.seeding import key, keys
 
 Indices = NDArray[np.uint64]
 
@@ -163,7 +163,7 @@ def order_of(dataset: Any, seed: int, shuffle: bool) -> Order:
     return Shuffled(len(dataset), seed) if shuffle else Sequential(len(dataset))
 
 
-def permute(positions: Indices, n: int, seed: int) -> Indices:
+def permute(positions: Indices, n: int, seed: int | Indices) -> Indices:
     """Map positions to samples by a keyed bijection of ``range(n)``: a shuffle without a list of n numbers.
 
     A Feistel network over an a x b grid that just holds n (the generalised construction of Black & Rogaway, "Ciphers
@@ -171,23 +171,24 @@ def permute(positions: Indices, n: int, seed: int) -> Indices:
 
     Args:
         positions: numbers below n, any shape.
-        seed: the key; another key is another shuffle.
+        seed: the key; another key is another shuffle. Or one for each position.
     """
     rows = np.uint64(math.isqrt(n - 1) + 1)
     columns = np.uint64(-(-n // int(rows)))
-    keys = [np.uint64(key(seed, i)) for i in range(_HALF_ROUNDS)]
+    rounds = range(_HALF_ROUNDS)
+    round_keys = [np.uint64(key(seed, i)) if isinstance(seed, int) else keys(seed, i) for i in rounds]
 
     def encrypt(values: Indices) -> Indices:
         left = values // columns
         right = values - left * columns
         for i in range(0, _HALF_ROUNDS, 2):
-            left = _remainder(left + _mix(right, keys[i]), rows)
-            right = _remainder(right + _mix(left, keys[i + 1]), columns)
+            left = _remainder(left + _mix(right, round_keys[i]), rows)
+            right = _remainder(right + _mix(left, round_keys[i + 1]), columns)
         return left * columns + right
 
     samples = encrypt(positions)
-    while (outside := samples >= n).any():
-        samples[outside] = encrypt(samples[outside])
+    if (outside := samples >= n).any():
+        samples[outside] = permute(samples[outside], n, seed if isinstance(seed, int) else seed[outside])
     return samples
 
 
@@ -209,7 +210,7 @@ def _remainder(values: Indices, divisor: np.uint64) -> Indices:
     return values - values // divisor * divisor
 
 
-def _mix(values: Indices, round_key: np.uint64) -> Indices:
+def _mix(values: Indices, round_key: np.uint64 | Indices) -> Indices:
     """Scramble 64-bit values (the finaliser of MurmurHash3); 48 bits come back, so that a sum never overflows."""
     values = values ^ round_key
     values = (values ^ (values >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)

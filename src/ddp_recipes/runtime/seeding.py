@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ddp_recipes import devices as devices_
 
@@ -28,6 +29,15 @@ def key(seed: int, *parts: int) -> int:
     for part in (len(parts), *parts):
         state = _mix(state, part & _MASK)
     mixed: int = state >> 1
+    return mixed
+
+
+def keys(seeds: Any, *parts: Any) -> NDArray[np.uint64]:
+    """Return :func:`key` of many at once: of seeds and parts some are arrays of uint64, the others hold for each."""
+    state, *others = (np.atleast_1d(np.asarray(each & _MASK, dtype=np.uint64)) for each in (seeds, len(parts), *parts))
+    for part in others:
+        state = _mix(state, part)
+    mixed: NDArray[np.uint64] = state >> np.uint64(1)
     return mixed
 
 

@@ -13,7 +13,7 @@ from ddp_recipes.config.keys import Count, require
 from ddp_recipes.data.loader import size_of
 from ddp_recipes.data.order import BatchPlan, Indices, Order, order_of, permute
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.seeding import key
+from ddp_recipes.runtime.seeding import key, keys
 from ddp_recipes.streams.reader import span
 
 _LONGEST = 1 << 40  # places of a block
@@ -65,9 +65,8 @@ class Mixed:
         places = np.uint64(epoch * self.num_samples) + np.asarray(positions, dtype=np.uint64)
         size = np.uint64(sum(self.shares))
         block, slot = places // size, places % size
-        for number in np.unique(block):
-            here = block == number
-            slot[here] = permute(slot[here], int(size), key(self.seed, int(number)))
+        numbers, which = np.unique(block, return_inverse=True)
+        slot = permute(slot, int(size), keys(self.seed, numbers)[which.reshape(slot.shape)])
         ends = np.cumsum(np.array(self.shares, dtype=np.uint64))
         source = np.searchsorted(ends, slot, side="right").astype(np.uint64)
         share = np.array(self.shares, dtype=np.uint64)[source]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddp_recipes.data.order import BatchPlan, Indices, Order, permute
-from ddp_recipes.runtime.seeding import key
+from ddp_recipes.runtime.seeding import key, keys
 from ddp_recipes.streams.index import Shard
 
 _SHARDS, _ROWS = 0, 1  # what a key is for
@@ -54,15 +54,14 @@ class Windowed:
         start = lane * np.uint64(shortest) + np.minimum(lane, np.uint64(longer))
         length = np.uint64(shortest) + (lane < longer).astype(np.uint64)
         size = np.uint64(self.rows_of_a_window)
-        window = row // size
-        group = window * np.uint64(lanes) + lane
-        found = np.empty_like(positions)
-        for number in np.unique(group):
-            here = group == number
-            first = int(number) // lanes * int(size)
-            rows = min(int(size), int(length[here][0]) - first)
-            within = permute(row[here] - np.uint64(first), rows, key(self.seed, epoch, _ROWS, int(number)))
-            found[here] = start[here] + np.uint64(first) + within
+        first = row // size * size  # of the window
+        rows = np.minimum(size, length - first)
+        numbers, which = np.unique(first // size * np.uint64(lanes) + lane, return_inverse=True)
+        own = keys(self.seed, epoch, _ROWS, numbers)[which.reshape(first.shape)]
+        found: Indices = start + first
+        for count in np.unique(rows):  # those of windows that are full, and of the last ones
+            here = rows == count
+            found[here] += permute(row[here] - first[here], int(count), own[here])
         return found
 
     @property
