@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import tarfile
 from collections.abc import Callable
 from decimal import Decimal
@@ -178,6 +179,16 @@ def test_files_of_a_tar_that_are_of_no_sample_are_left_out(form: int, tmp_path: 
     stream = Stream(str(tmp_path), inputs="txt", targets="cls")
     assert [stream[number] for number in range(len(stream))] == [("7", 7), ("7", 7)]
     assert Stream(str(tmp_path))[1] == {"__key__": "2", "txt": "7", "cls": 7}
+
+
+@pytest.mark.parametrize("form", ["gnu", "posix"])
+def test_a_file_with_holes_is_read_from_a_tar(form: str, tmp_path: Path) -> None:
+    with (tmp_path / "a.bin").open("wb") as file:
+        file.truncate(1 << 20)
+        file.write(b"begins")
+    command = ["tar", "--sparse", f"--format={form}", "-cf", "set.tar", "a.bin"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    assert Stream(str(tmp_path / "set.tar"), inputs="bin")[0] == b"begins".ljust(1 << 20, b"\0")
 
 
 def test_lines_of_a_text_are_rows(shards: Callable[..., Path]) -> None:

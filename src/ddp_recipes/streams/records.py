@@ -126,7 +126,7 @@ class Tar(Records):
                         continue
                     if key != last:
                         starts.append(member.offset)
-                    last, end = key, member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+                    last, end = key, file.offset  # where the next one begins; of a sparse file its size is another
         except tarfile.TarError as error:
             raise BadShard(f"it is no tar file: {error}") from error
         if end > len(content):
