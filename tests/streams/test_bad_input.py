@@ -176,6 +176,14 @@ def test_a_row_of_the_same_split_takes_the_place_of_a_bad_one(shards: Callable[.
     assert [train[30].item(), train[48].item(), val[11].item()] == [31, 40, 49]
 
 
+def test_a_number_that_a_table_lacks_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "0.csv").write_text("a,label\n1,0\n2,\n3,NA\n4,1\n")
+    given: dict[str, Any] = {"path": str(tmp_path), "inputs": ["a"], "targets": "label"}
+    with pytest.raises(ValueError, match=r"Row 2 of .*0.csv cannot be decoded: its 'label' is 'NA', and no number"):
+        Stream(**given)[2]
+    assert [target for _, target in map(Stream(**given, on_error="skip").__getitem__, range(4))] == [0, 1, 1, 1]
+
+
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 def test_a_text_of_a_column_that_is_none_is_left_out(suffix: str, tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")

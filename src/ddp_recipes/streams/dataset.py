@@ -22,6 +22,7 @@ from ddp_recipes.datasets.transforms import Transforms, in_order
 from ddp_recipes.errors import RequestError, not_one_of
 from ddp_recipes.streams.cache import Cache, sha256
 from ddp_recipes.streams.columns import Groups
+from ddp_recipes.streams.csv_table import TYPES
 from ddp_recipes.streams.decoding import Decoder
 from ddp_recipes.streams.formats import format_of, opened
 from ddp_recipes.streams.index import IN_ORDER_OF, Shard, is_remote, joined, load, other_columns
@@ -101,6 +102,8 @@ class Stream(Dataset[Any]):
         self._ends = list(accumulate(self.index.rows))
         self.decoder = Decoder(inputs, targets, None if transform is None else in_order(transform), image_size)
         self.decoder.check(self.index.columns, str(path))
+        if all(format_of(shard.name) == ".csv" for shard in self.index.shards):
+            self.decoder.numbers = {name for name, kind in self.index.columns.items() if kind in TYPES[1:3]}
         if len(self) < sum(self.index.rows):
             _refuse_last_classes(self.decoder, self.index.more, str(path))
         self._left_out: set[str] = set()  # by this process

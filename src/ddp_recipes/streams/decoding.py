@@ -2,7 +2,7 @@
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from decimal import Decimal
 from typing import Any
 
@@ -26,7 +26,10 @@ class Decoder:
     Attributes:
         columns: that are read; None: all.
         of_targets: those of the targets.
+        numbers: columns in which a text is a number that is missing.
     """
+
+    numbers: Set[str] = frozenset()
 
     def __init__(
         self, inputs: Names, targets: Names, transform: Callable[[Any], Any] | None, image_size: int | None
@@ -70,7 +73,10 @@ class Decoder:
 
     def _of(self, row: Row, names: str | tuple[str, ...]) -> Any:
         if isinstance(names, str):
-            return of_column(names, _found(row, names))
+            value = _found(row, names)
+            if isinstance(value, str) and names in self.numbers:
+                raise BadRow(f"its '{names}' is '{value}', and no number as in other rows")
+            return of_column(names, value)
         found = [(name, _found(row, name)) for name in names]
         values = [value if isinstance(value, int) else of_column(name, value) for name, value in found]
         try:

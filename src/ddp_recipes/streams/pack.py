@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +24,6 @@ from ddp_recipes.data.order import Sequential, Shuffled
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache
-from ddp_recipes.streams.csv_table import TYPES
 from ddp_recipes.streams.decoding import Decoder, as_tensor
 from ddp_recipes.streams.formats import format_of
 from ddp_recipes.streams.index import IN_ORDER_OF, NAME, Columns, Index, Shard, assembled, described, in_parallel, write
@@ -200,7 +199,7 @@ def _of_path(path: Path) -> Any:
         from ddp_recipes.streams.dataset import Stream
 
         stream = Stream(str(path))
-        stream.decoder = _Undecoded(stream.index.columns if format_of(path.name) == ".csv" else {})
+        stream.decoder = _Undecoded(stream.decoder.numbers)
         return _Made(stream)
     raise RequestError(f"{path} cannot be packed. Allowed: a folder of images, .csv, .jsonl, .parquet, .arrow or .txt.")
 
@@ -217,9 +216,9 @@ class _Undecoded(Decoder):
     What is no number in a csv file's column of numbers is a null.
     """
 
-    def __init__(self, types: Columns) -> None:
+    def __init__(self, numbers: Set[str]) -> None:
         super().__init__(None, None, None, None)
-        self.numbers = {name for name, kind in types.items() if kind in TYPES[1:3]}
+        self.numbers = numbers
 
     def __call__(self, row: Row) -> Row:
         lists = {name: as_tensor(value) for name, value in row.items() if isinstance(value, list)}
