@@ -2,12 +2,16 @@
 
 import os
 from threading import Barrier, Event
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import TensorDataset
 
 from ddp_recipes._compat.messages import lost_a_rank
+from ddp_recipes.data.loader import Loader
+from ddp_recipes.data.order import BatchPlan, Sequential
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies import exchanges as module, group as of_groups
 from ddp_recipes.strategies.ddp.settings import DDPSettings
@@ -110,3 +114,25 @@ def test_a_group_that_does_not_end_holds_up_nobody(monkeypatch: pytest.MonkeyPat
     group.abort()
     assert group.stuck
     both.wait(patience(5))
+
+
+class Remote(TensorDataset):
+    """Is in a store that fails in words that collectives fail in."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(torch.zeros(4, 1))
+        self.text = text
+
+    def __getitem__(self, index: int) -> Any:
+        raise RuntimeError(self.text)
+
+
+@pytest.mark.parametrize("text", ["the store timed out", "Connection reset by peer"])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_what_a_data_set_waits_for_is_no_other_rank(workers: int, text: str) -> None:
+    loader = Loader(Remote(text), BatchPlan(Sequential(4), 2), torch.device("cpu"), num_workers=workers)
+    with pytest.raises(RuntimeError, match=text) as raised:
+        next(loader.batches(0))
+    loader.close()
+    assert not lost_a_rank(raised.value)
+    assert lost_a_rank(RuntimeError(text))

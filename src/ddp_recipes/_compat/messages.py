@@ -4,6 +4,9 @@ Where another version words it differently, each of these says no, and the error
 """
 
 import re
+from traceback import walk_tb
+
+_FETCHING = ("ddp_recipes.data.keyed", "ddp_recipes.data.loader", "torch.utils.data")  # where nothing is exchanged
 
 
 def text_of(error: BaseException) -> str:
@@ -17,7 +20,15 @@ def text_of(error: BaseException) -> str:
 def timed_out(error: BaseException) -> bool:
     """Whether a collective or the store timed out: torch's ``RuntimeError`` says so in several ways."""
     text = r"timeout|\btimed?[ -]out\b"  # not "runtime output"
-    return isinstance(error, RuntimeError) and re.search(text, text_of(error), re.IGNORECASE) is not None
+    if not isinstance(error, RuntimeError) or re.search(text, text_of(error), re.IGNORECASE) is None:
+        return False
+    return not _of_data(error)
+
+
+def _of_data(error: BaseException) -> bool:
+    """Whether an error came of a data set or a data worker, which may wait for a server of their own."""
+    names = (str(frame.f_globals.get("__name__")) for frame, _ in walk_tb(error.__traceback__))
+    return any(name.startswith(_FETCHING) for name in names)
 
 
 def lost_a_rank(error: BaseException) -> bool:
@@ -26,7 +37,8 @@ def lost_a_rank(error: BaseException) -> bool:
         return True
     text = r"third_party/gloo|gloo/transport|Connection (closed|reset|refused)|Broken pipe"
     text += r"|NCCL (communicator was aborted|Async Error|\w+ failed)"
-    return timed_out(error) or (isinstance(error, RuntimeError) and re.search(text, text_of(error)) is not None)
+    closed = isinstance(error, RuntimeError) and re.search(text, text_of(error)) is not None
+    return timed_out(error) or (closed and not _of_data(error))
 
 
 def out_of_memory(error: BaseException) -> bool:
