@@ -298,6 +298,21 @@ def test_parts_of_a_set_are_rows_of_it(shards: Callable[..., Path]) -> None:
     assert len(order) == len(val) == 30
 
 
+def test_links_to_folders_and_shards_are_followed(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text(name)
+    (tmp_path / "one" / "more").symlink_to(tmp_path / "two")
+    (tmp_path / "one" / "a_link_to_itself").symlink_to(tmp_path / "one")
+    (tmp_path / "one" / "newest").symlink_to(tmp_path / "one" / "more")
+    (tmp_path / "one" / ".#lock.txt").symlink_to("nowhere")
+    for path, names in (("one", ["more/two.txt", "one.txt"]), ("one/*/*.txt", ["more/two.txt"])):
+        assert [shard.name for shard in Stream(str(tmp_path / path)).index.shards] == names
+    (tmp_path / "one" / "lost.txt").symlink_to("nowhere")
+    with pytest.raises(RequestError, match=r"one cannot be read: .*lost.txt: No such file"):
+        Stream(str(tmp_path / "one"))
+
+
 def test_a_pattern_means_what_it_means_to_a_shell(shards: Callable[..., Path]) -> None:
     folder = shards(".jsonl")
     write_shards(folder / "more", ".jsonl", ROWS[:3], (0, 3))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from heapq import heappop, heappush
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -227,7 +228,7 @@ def listed(root: str, cache: Cache, chosen: Chosen = ALL) -> dict[str, int]:
         raise RequestError(f"data.path={root}: there is no folder {Path(root).absolute()}. Give that of the shards.")
     else:
         try:
-            sizes = dict(_files(root, "")) if not named else {}
+            sizes = dict(_files(root)) if not named else {}
         except OSError as error:
             raise RequestError(f"data.path={root} cannot be read: {error.filename}: {error.strerror}.") from error
         for name in named:
@@ -240,14 +241,26 @@ def listed(root: str, cache: Cache, chosen: Chosen = ALL) -> dict[str, int]:
     return {name: sizes[name] for name in sorted({*sizes} - hidden) if format_of(name) and name in chosen}
 
 
-def _files(folder: str, within: str) -> Iterator[tuple[str, int]]:
-    """Yield the names of the files in a folder and those below it, after what that is within, and their sizes."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _files(entry.path, f"{within}{entry.name}/")
-            elif entry.is_file():
-                yield f"{within}{entry.name}", entry.stat().st_size
+def _files(root: str) -> Iterator[tuple[str, int]]:
+    """Yield the names of the files in a folder and those below it, and their sizes.
+
+    Links to folders are followed last, where nothing else has led there: one may be the ``latest`` of those beside it.
+    A link to nowhere is an error where a shard should be.
+    """
+    folders, links, seen = [""], list[str](), set[tuple[int, int]]()
+    while folders or links:
+        within = folders.pop() if folders else heappop(links)
+        status = os.stat(os.path.join(root, within))
+        if (here := (status.st_dev, status.st_ino)) in seen:
+            continue
+        seen.add(here)
+        with os.scandir(os.path.join(root, within)) as entries:
+            for entry in entries:
+                name, is_link = f"{within}{entry.name}", entry.is_symlink()
+                if entry.is_dir():
+                    heappush(links, f"{name}/") if is_link else folders.append(f"{name}/")
+                elif entry.is_file() or (is_link and format_of(entry.name) and entry.name[0] != "."):
+                    yield name, entry.stat().st_size
 
 
 def refuse_other_shards(index: Index, sizes: Mapping[str, int], root: str) -> None:
