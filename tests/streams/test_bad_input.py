@@ -85,6 +85,14 @@ def test_a_shard_of_another_schema_is_refused_by_name(suffix: str, shards: Calla
         Stream(str(folder))
 
 
+def test_a_text_beside_tar_files_is_no_shard_of_theirs(shards: Callable[..., Path]) -> None:
+    folder = shards(".tar")
+    (folder / "README.txt").write_text("How this was made.")
+    with pytest.raises(RequestError, match=r"part-0.tar has another schema than .*README.txt: another format"):
+        Stream(str(folder))
+    assert len(Stream(f"{folder}/*.tar")) == 61
+
+
 def test_what_is_no_such_file_is_refused_by_name(shards: Callable[..., Path]) -> None:
     for suffix in (".parquet", ".arrow", ".tar", ".jsonl.gz", ".jsonl.zst", ".csv"):
         folder = shards(suffix)

@@ -19,7 +19,7 @@ from ddp_recipes.streams.cache import Cache, sha256, without_query
 from ddp_recipes.streams.columns import Groups
 from ddp_recipes.streams.formats import COMPRESSIONS, RECORDS, SUFFIXES, format_of, opened
 from ddp_recipes.streams.reader import BadShard
-from ddp_recipes.streams.records import Records
+from ddp_recipes.streams.records import Records, Tar, Text
 
 NAME = "index.json"
 FORMAT = 1
@@ -398,6 +398,8 @@ def assembled(root: str, parts: Iterator[tuple[Shard, Columns]], more: Mapping[s
         if shards:
             kinds = {RECORDS.get(format_of(each.name) or "", Records) for each in (shards[0], shard)}
             together = (kinds.pop() if len(kinds) == 1 else Records).together(columns, own)
+            if kinds == {Tar, Text}:  # neither of which has columns
+                together = None
             if together is None:
                 raise RequestError(other_columns(joined(root, shard.name), own, columns, joined(root, shards[0].name)))
             own = together
@@ -419,4 +421,5 @@ def other_columns(path: str, own: Columns, columns: Columns, other: str) -> str:
     described = ", ".join(
         f"{name} ({own.get(name, 'missing')}, not {columns.get(name, 'there')})" for name in differing
     )
-    return f"The shard {path} has another schema than {other}: {described or 'another order of columns'}."
+    more = "another order of columns" if own else "another format"
+    return f"The shard {path} has another schema than {other}: {described or more}."
