@@ -83,10 +83,15 @@ def message(planned: dict[str, Any], kind: str) -> str:
 @pytest.mark.parametrize(
     ("strategy", "weights"), [(["strategy=ddp"], 660), (["strategy=fsdp", "strategy.wrap=[net1,net2]"], 352)]
 )
-def test_a_lightning_module_is_planned_without_its_data(strategy: list[str], weights: int, plan: Plan) -> None:
-    planned = plan("model._target_=own_parts.Lit", "task=lightning", "launcher.nproc_per_node=2", *strategy)
-    assert (planned["steps"], planned["samples_seen"], planned["checkpoint_bytes"]) == (8, 122, 7615)
+def test_a_lightning_module_is_planned_without_its_data(
+    strategy: list[str], weights: int, plan: Plan, run: Callable[..., Summary]
+) -> None:
+    own = "model._target_=own_parts.Lit", "task=lightning"
+    planned, trained = plan(*own, "launcher.nproc_per_node=2", *strategy), run(*own)
+    assert (planned["steps"], planned["samples_seen"]) == (8, 122)
     assert [each["weights"] for each in planned["memory"]] == [weights]
+    # Names of metrics that the module logs nobody knows; what it repeats for Lightning takes no more room.
+    assert planned["checkpoint_bytes"] == pytest.approx(Path(trained["last_checkpoint"]).stat().st_size, rel=0.05)
 
 
 COUNTED = [

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 from torch.serialization import skip_data
 
+from ddp_recipes._compat.torch_ import tree_map_only
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.build.run import make_optimizer, make_run, make_stop_controller
 from ddp_recipes.checkpointing.files import FORMAT
@@ -135,7 +137,11 @@ def checkpoint_bytes(recipe: Recipe, replica: Replica) -> int | None:
     if steps != 0:
         names = [f"train/{name}" for name in ("loss", "lr", "samples_per_second", "epoch", "grad_norm")]
     names += [f"{split}/{name}" for split in run.val for name in ("loss", *recipe.task.metrics)]
-    state = gather_state(run) | {
+    gathered = gather_state(run)
+    weights = {id(value): stepped["model"].get(name, value) for name, value in gathered["model"].items()}
+    state = tree_map_only(
+        Tensor, lambda each: weights.get(id(each), each), gathered
+    ) | {  # Lightning's names them again
         **stepped,
         "metrics": dict.fromkeys(names, 0.0),
         "world_size": recipe.world.world_size,
