@@ -20,7 +20,7 @@ from helpers.warm import warm_python
 
 pytest.importorskip("pyarrow")
 pytestmark = [
-    test_lightning.pytestmark,
+    *test_lightning.pytestmark,
     pytest.mark.usefixtures(own_parts.__name__),
     pytest.mark.slow,
     pytest.mark.spawn,

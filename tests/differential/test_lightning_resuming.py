@@ -20,7 +20,7 @@ from helpers.patience import patience
 from helpers.ranks import run_recipe
 from helpers.warm import warm_python
 
-pytestmark = [test_lightning.pytestmark, pytest.mark.usefixtures(own_parts.__name__), pytest.mark.slow]
+pytestmark = [*test_lightning.pytestmark, pytest.mark.usefixtures(own_parts.__name__), pytest.mark.slow]
 
 SEED = int(os.environ.get("DDP_RECIPES_TEST_SEED", "11"))  # the same every day; others by night, by hand
 FEW, MANY = 2, 150
