@@ -69,3 +69,24 @@ class Uneven(Joined):
 
     def train_dataloader(self) -> Any:
         return [self.loader(16, 4), self.loader(5, 2)]
+
+
+class CombinedLoader:
+    """Loaders that come together, by the name of Lightning's."""
+
+    def __init__(self, iterables: Any) -> None:
+        self.iterables, self._mode = iterables, "max_size_cycle"
+
+
+class Nested(Joined):
+    """Has loaders that come together among those that do."""
+
+    def train_dataloader(self) -> Any:
+        return [self.loader(16, 4), CombinedLoader([self.loader(16, 4)])]
+
+
+class Without(Joined):
+    """Brings none."""
+
+    def train_dataloader(self) -> Any:
+        return {}

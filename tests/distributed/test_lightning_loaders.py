@@ -78,9 +78,19 @@ def test_they_are_trained_on_alike_at_any_world_size_and_resumed(strategy: list[
 @pytest.mark.parametrize(
     ("model", "overrides", "message"),
     [
-        ("Streamed", [], "loader 2 of 2 to train on is of Stream, or has a batch sampler"),
-        ("Batched", [], "loader 2 of 2 to train on is of Noisy, or has a batch sampler"),
+        (
+            "Streamed",
+            [],
+            "loader 2 of 2 to train on, a DataLoader of Stream, has batches that are not known beforehand",
+        ),
+        ("Batched", [], "loader 2 of 2 to train on, a DataLoader of Noisy, has batches that are not known"),
         ("Uneven", [], "loader 2 of 2 has 5 samples in batches of 4 over 2 shards, each of which needs a sample"),
+        (
+            "Nested",
+            [],
+            "loader 2 of 2 to train on, a CombinedLoader of Together, has batches .* put together themselves",
+        ),
+        ("Without", [], "train_dataloader returns an empty dict"),
         ("Joined", ["plan=true"], "cut batches anew: .* train on one loader"),
         ("Joined", ["data.global_batch_size=6"], "loader 3 of 3, with batches of 1, would get no whole"),
     ],

@@ -102,15 +102,19 @@ def _of_several(loaders: Any, settings: DataSettings, replicas: int) -> Source:
             f"batch has one of each loader."
         )
     every, structure = tree_flatten(loaders.iterables if is_combined(loaders) else loaders)
+    if not every:
+        raise RequestError(
+            f"train_dataloader returns an empty {type(loaders).__name__}. Return a DataLoader, or several."
+        )
     parts: dict[str, Source] = {}
     for number, loader in enumerate(every):
         name = f"loader {number + 1} of {len(every)}"
         part = source_of(name, loader, settings, replicas)
-        if is_iterable(part.dataset) or part.batch_sampler is not None:
+        if is_iterable(part.dataset) or part.batch_sampler is not None or part.parts:
             raise RequestError(
-                f"{name} to train on is of {type(part.dataset).__name__}, or has a batch sampler: its batches are not "
-                f"known beforehand, and each comes with one of the others. Give a DataLoader of a set with an index, "
-                f"and a batch_size."
+                f"{name} to train on, a {type(loader).__name__} of {type(part.dataset).__name__}, has batches that are "
+                f"not known beforehand, or are put together themselves, and each comes with one of the others. Give a "
+                f"DataLoader of a set with an index, and a batch_size."
             )
         parts[name] = part._replace(
             settings=_in_proportion(name, part.settings, next(iter(parts.values()), part).settings)
