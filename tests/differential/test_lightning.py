@@ -32,7 +32,7 @@ from helpers.ranks import run_recipe
 HERE = Path(__file__).parent
 pytestmark = [
     pytest.mark.skipif(find_spec("lightning") is None, reason="needs the package lightning"),
-    pytest.mark.filterwarnings("ignore::UserWarning"),  # what Lightning warns of, which its own Trainer does as well
+    pytest.mark.filterwarnings("ignore"),  # what Lightning warns of, which its own Trainer does as well
 ]
 
 Outcome = Mapping[str, Any]

@@ -67,6 +67,16 @@ class SometimesNoisy(Noisy):
         return index, torch.tensor(drawn, dtype=torch.float64)
 
 
+class Large(Dataset[Tensor]):
+    """Samples of 4 MB, full of their number."""
+
+    def __len__(self) -> int:
+        return 45
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((1 << 20,), float(index))
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
@@ -205,6 +215,22 @@ def test_samples_that_are_the_first_to_draw_draw_the_same() -> None:
         before = random.getstate()
         assert torch.equal(again.__getitems__(order[number:]).data[1], expected[number:])
         assert random.getstate() == before
+
+
+def test_large_batches_take_memory_that_nobody_has_any_more() -> None:
+    plan = BatchPlan(Shuffled(45, 42), 9)
+    held: dict[int, Any] = {}
+    places = []
+    for number, batch in enumerate(Loader(Large(), plan, CPU).batches(0)):
+        assert batch.data.is_contiguous()
+        assert torch.equal(batch.data, plan.indices(0, number).float()[:, None].expand(-1, 1 << 20))
+        places.append(batch.data.data_ptr())
+        if number < 2:
+            held[number] = batch.data[3].numpy()
+    for number, values in held.items():
+        assert (values == float(plan.indices(0, number)[3])).all(), "whoever has a part of a batch keeps it"
+    assert len({*places}) < 5, "the others take turns"
+    assert all(place % 64 == 0 for place in places)
 
 
 ON_FOUR_THREADS = """

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from ddp_recipes._compat.torch_ import persistent, shut_down, tree_flatten, tree_map_only, workers_of
 from ddp_recipes.data.keyed import (
+    ALIGNED,
     AS_IT_COMES,
     Draw,
     Fetched,
@@ -48,7 +49,6 @@ Rows = tuple[Tensor, ...]
 CHUNK_BYTES = 8 << 20  # fetched in one go, about
 MAX_BATCHES = 64  # likewise
 GROWTH = 16  # an epoch begins with fewer, so that its second step does not wait long
-ALIGNED = 64  # bytes: where torch has tensors begin. Some kernels round otherwise where they begin elsewhere
 
 
 class Prefetcher:
