@@ -72,13 +72,11 @@ def end_step(run: Run, before: Cursor) -> None:
     if measured:
         run.generators.settle(run.cursor.step)
     over = run.cursor.epoch > before.epoch
+    follow(run, "step", len(run.train) if over else run.cursor.batch)
     if over:
         for callback in run.callbacks.values():
             callback.on_epoch_end(before.epoch)
-    for schedule in run.schedules:
-        if schedule.monitor is not None:
-            batch = len(run.train) if over else run.cursor.batch
-            schedule.tick(batch, run.cursor.epoch if over else None, run.metrics)
+        follow(run, "epoch", run.cursor.epoch)
     if measured:
         for hook in run.hooks:
             hook.on_validated(run)
@@ -90,6 +88,13 @@ def end_step(run: Run, before: Cursor) -> None:
     if measured or run.saved_step == run.cursor.step:
         run.clock.start()  # neither belongs to the next step
         run.stop_controller.steps.begin(run.cursor.step, ahead=False)
+
+
+def follow(run: Run, interval: str, number: int) -> None:
+    """Tick the schedulers of an interval that follow a metric: so many batches of the epoch, or epochs, are done."""
+    for schedule in run.schedules:
+        if schedule.monitor is not None and schedule.interval == interval:
+            schedule.tick(number, number, run.metrics)
 
 
 def save_step(run: Run) -> None:
