@@ -482,7 +482,9 @@ APART: dict[str, tuple[str, ...]] = {
     "trainer.third_epochs": ("trainer.fast", "scheduler.plateau", "scheduler.said", "scheduler.monitor_beside"),
     "checkpoint": ("trainer.fast", "manual.manual_steps_by", "manual.manual_accumulation"),  # of steps, not of batches
     "checkpoint.best": ("trainer.by_",),  # of several in an epoch Lightning may name another one than the best
+    "checkpoint.best_of_training": ("trainer.second_",),  # Lightning saves where there is a validation, if not in all
     "module.reads": ("optimizer.without_any",),  # Lightning's stands for none and has no rate
+    "callback.rates": ("optimizer.without_any",),
     "trainer.overfit": ("trainer.fast",),
     "trainer.in_bfloat16": ("mode.teacher", "returns.penalty", "net.shared"),  # whose gradients are summed in 16 bits
     "trainer.accumulation_grows": ("scheduler.for_all", "module.reads"),  # Lightning counts no steps of it
