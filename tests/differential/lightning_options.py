@@ -490,7 +490,7 @@ APART: dict[str, tuple[str, ...]] = {
     "trainer.accumulation_grows": ("scheduler.for_all", "module.reads"),  # Lightning counts no steps of it
     "scheduler.for_all_batches": ("trainer.steps_alone",),  # Lightning has not looked at the data by then
     "hook_log.on_train_start": ("callback.rates",),  # it reads all metrics as an epoch starts, and so keeps this one
-    "callback.unfreezes": ("net.linear", "mode.frozen"),  # no layer is left that trains
+    "callback.unfreezes": ("net.linear", "mode.frozen", "optimizer.without_any"),  # no layer is left that trains
 }
 # What Lightning does not take, or we do not.
 WRONG |= {"plateau_of_nothing", "combined_train", "least_epochs", "least_steps", "reloads", "averages"}
