@@ -374,8 +374,9 @@ def test_a_block_that_is_called_with_other_parameters_ends_the_run_by_name(world
 
 
 @pytest.mark.parametrize("world_size", [1, *at_night(2)])
-def test_a_step_on_a_blocks_parameters_within_a_step_ends_the_run_by_name(world_size: int, run: Run) -> None:
-    model = [*QUIET, *SMALL, "model._target_=differential.architectures.Adapted"]
+@pytest.mark.parametrize("name", ["Adapted", "AdaptedIfUsed"])
+def test_a_step_on_a_blocks_parameters_within_a_step_ends_the_run_by_name(name: str, world_size: int, run: Run) -> None:
+    model = [*QUIET, *SMALL, f"model._target_=differential.architectures.{name}"]
     with pytest.raises(RunFailed, match=r"gradient of a parameter .* \(MAML, .* choose strategy=ddp"):
         run(*model, "strategy=fsdp", world_size=world_size)
 

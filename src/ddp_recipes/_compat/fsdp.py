@@ -6,6 +6,8 @@ gradients after each use of a block that gives its inputs gradients, or where th
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
+from inspect import signature
 from traceback import walk_tb
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from ddp_recipes._compat.torch_ import tree_leaves
 
 _DATA: Any = Tensor.data
+_GRAD: Any = torch.autograd.grad
 _ADD_NODE: Any = FSDPParamGroup._register_post_backward_hook
 LEAVES = hasattr(FSDPModule, "reset_iter_state")  # from torch 2.15 on: a pass that was cut off can be forgotten
 
@@ -185,9 +188,27 @@ def uses_rows(error: BaseException) -> bool:
     return any(each in str(error) for each in ("got mixed torch.Tensor and DTensor", "Sharding propagation failed"))
 
 
+def refuse_rows() -> None:
+    """Have ``torch.autograd.grad`` fail where it is asked for the gradient of a parameter that is not gathered.
+
+    With ``allow_unused`` it would return ``None``, and a step on what it returns (MAML) would be left out.
+    """
+    if torch.autograd.grad is not _GRAD:
+        return
+
+    @wraps(_GRAD)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        given = signature(_GRAD).bind(*args, **kwargs)
+        if any(isinstance(each, DTensor) for each in tree_leaves(given.arguments["inputs"])):
+            given.arguments["allow_unused"] = False
+        return _GRAD(*given.args, **given.kwargs)
+
+    torch.autograd.grad = grad
+
+
 def asks_rows(error: BaseException) -> bool:
     """Whether ``torch.autograd.grad`` was asked for the gradient of a parameter that is not gathered."""
-    frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is torch.autograd.grad.__code__)
+    frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is _GRAD.__code__)
     return any(isinstance(each, DTensor) for frame in frames for each in tree_leaves(frame.f_locals["inputs"]))
 
 

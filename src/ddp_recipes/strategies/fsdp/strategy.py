@@ -18,6 +18,7 @@ from ddp_recipes._compat.fsdp import (
     keep_assigned_data,
     leave,
     leave_graph_alone,
+    refuse_rows,
     set_groups,
     tell_managed,
 )
@@ -140,6 +141,7 @@ class FSDP(Whole, Group):
         self.hooks = {name: gradient_hooks(each) for name, each in model.named_parameters() if each.dim()}
         keep_assigned_data()
         leave_graph_alone()
+        refuse_rows()
         policies = policies_of(model, blocks_of(model, self.settings.wrap), self.settings.param_dtype)
         offload = CPUOffloadPolicy() if self.settings.offload and is_accelerator(devices[0]) else OffloadPolicy()
         ignored = {*single_numbers(model)}
