@@ -196,9 +196,11 @@ def refuse_rows() -> None:
     if torch.autograd.grad is not _GRAD:
         return
 
+    own = signature(_GRAD)
+
     @wraps(_GRAD)
     def grad(*args: Any, **kwargs: Any) -> Any:
-        given = signature(_GRAD).bind(*args, **kwargs)
+        given = own.bind(*args, **kwargs)
         if any(isinstance(each, DTensor) for each in tree_leaves(given.arguments["inputs"])):
             given.arguments["allow_unused"] = False
         return _GRAD(*given.args, **given.kwargs)

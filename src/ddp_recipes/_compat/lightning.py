@@ -1,8 +1,6 @@
 """What torchmetrics keeps private: where its metrics are, what a batch has given them, and their states over ranks.
 
-And how an epoch of Lightning's ``CombinedLoader`` ends.
-=======
-And of Lightning's modules, what their ``save_hyperparameters`` was given.
+And of Lightning, how an epoch of a ``CombinedLoader`` ends, and what a module's ``save_hyperparameters`` was given.
 """
 
 from collections.abc import Callable, Mapping

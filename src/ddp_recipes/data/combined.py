@@ -10,10 +10,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_recipes._compat.torch_ import tree_unflatten
-from ddp_recipes.data.order import BatchPlan
+from ddp_recipes.data.order import FEW, BatchPlan
 from ddp_recipes.errors import RequestError
-
-_FEW = 8
 
 
 class Sample(NamedTuple):
@@ -105,7 +103,7 @@ class CombinedPlan(BatchPlan):
 
     def first(self, epoch: int) -> list[int]:
         found: list[int] = torch.cat([self.indices(epoch, 0, shard) for shard in range(self.num_shards)]).tolist()
-        return found[:_FEW]
+        return found[:FEW]
 
     def indices(self, epoch: int, batch: int, shard: int = 0) -> Tensor:
         found, longest = [], max(each.num_batches for each in self.parts)

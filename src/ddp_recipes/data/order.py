@@ -222,7 +222,7 @@ def _mix(values: Indices, round_key: np.uint64 | Indices) -> Indices:
 
 UNKNOWN = 1 << 62  # batches, or samples, as long as nobody has seen the end; floats hold it exactly
 _BLOCK = 1 << 16  # positions permuted at once, or those of one batch, if that is larger
-_FEW = 8
+FEW = 8  # samples that tell an epoch's order from others
 _BATCHES = 1 << 12  # of them at most: each is a tensor
 
 
@@ -314,7 +314,7 @@ class BatchPlan:
 
     def first(self, epoch: int) -> list[int]:
         """Return the first few samples of an epoch, which tell its order from others."""
-        found: list[int] = self.order.samples(epoch, np.arange(min(_FEW, self.num_samples), dtype=np.uint64)).tolist()
+        found: list[int] = self.order.samples(epoch, np.arange(min(FEW, self.num_samples), dtype=np.uint64)).tolist()
         return found
 
     def positions(self, batch: int, shard: int = 0) -> torch.Tensor:
