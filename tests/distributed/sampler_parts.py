@@ -3,13 +3,13 @@
 import random
 from collections.abc import Iterator, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from iterable_parts import Indexed
 from own_parts import Lit
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, get_worker_info
 
 
 class Told(Sampler[int]):
@@ -141,6 +141,23 @@ def lengths_of(dataset: Lengthy) -> list[int]:
     return dataset.lengths
 
 
+class Closed(Indexed):
+    """A data set that each data worker opens for itself."""
+
+    file = 0
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        assert cast(Any, get_worker_info()).dataset is self
+        assert self.file == 1, "nobody has opened it"
+        return super().__getitem__(index)
+
+
+def opened(number: int) -> None:
+    """Open the data set of a data worker, and seed it as PyTorch's page on reproducibility has it."""
+    random.seed(torch.initial_seed() % 2**32)
+    cast(Any, get_worker_info()).dataset.file += 1 + number
+
+
 class Brings(Lit):
     """A LightningModule whose loader has a sampler of its own; writes down which samples it was given."""
 
@@ -159,6 +176,10 @@ class Brings(Lit):
             return DataLoader(data, batch_sampler=Uneven(data))
         if self.kind == "of_torch":
             return DataLoader(data, batch_sampler=BatchSampler(Told(data), 3, drop_last=True))
+        if self.kind == "in_turn":
+            return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, 2, 0, shuffle=False))
+        if self.kind == "opened":
+            return DataLoader(Closed(), batch_size=4, num_workers=1, worker_init_fn=opened)
         if self.kind == "dealt":
             return DataLoader(data, batch_sampler=BatchSampler(DistributedSampler(data, 2, 0), 3, drop_last=True))
         return DataLoader(data, batch_size=4, sampler=Told(data), drop_last=True)

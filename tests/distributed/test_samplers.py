@@ -159,8 +159,20 @@ def test_those_of_a_module_s_own_loaders_are_used(kind: str, brought: Callable[[
         assert steps == [batch for epoch in epochs for batch in cut(epoch, 3) if len(batch) == 3]
 
 
+def test_a_sampler_of_torch_that_deals_to_ranks_says_whether_to_shuffle(
+    brought: Callable[[str], list[list[int]]],
+) -> None:
+    assert brought("in_turn") == 2 * cut(list(range(SIZE)), 4)
+
+
+def test_data_workers_of_a_module_s_own_loader_begin_with_its_function(
+    brought: Callable[[str], list[list[int]]],
+) -> None:
+    assert brought("opened") == 2 * cut(list(range(SIZE)), 4)
+
+
 def test_a_batch_sampler_over_one_that_deals_to_ranks_is_refused(brought: Callable[[str], list[list[int]]]) -> None:
-    with pytest.raises(RequestError, match=r"has a DistributedSampler, and batches are dealt to ranks already"):
+    with pytest.raises(RequestError, match=r"has a DistributedSampler in a batch sampler, and"):
         brought("dealt")
 
 

@@ -46,7 +46,7 @@ class Source(NamedTuple):
     settings: DataSettings
     collate_fn: Callable[[list[Any]], Any] | None = None
     batched: bool = False  # whether the set gives whole batches, which nobody else cuts
-    begin_worker: Callable[[int], None] | None = None  # in each data worker of a set that is read as a stream
+    begin_worker: Callable[[int], None] | None = None  # in each data worker
     sampler: Any = None
     batch_sampler: Any = None
     parts: "Mapping[str, Source]" = MappingProxyType({})
@@ -157,6 +157,7 @@ class Loading:
             multiprocessing_context=settings.multiprocessing_context,
             timeout=settings.timeout or 0.0,
             timeout_s=self.request.launcher.timeout_s,
+            begin_worker=source.begin_worker,
             form=Form(whole_dtype(trainer.precision), trainer.channels_last),
             name=f"data.{name.replace('/', '.')}",
         )

@@ -62,27 +62,25 @@ def source_of(name: str, loader: Any, settings: DataSettings, replicas: int) -> 
             f"The DataLoader for {name} has batch_size=None, and its data set gives samples by number. Give it a "
             f"batch_size, or a batch_sampler."
         )
-    if loader.worker_init_fn is not None:
-        raise RequestError(
-            f"The DataLoader for {name} has a worker_init_fn, which is not called: what a sample draws at random "
-            f"follows from the seed, the epoch and its number. Leave it out."
-        )
-    if isinstance(getattr(batch_sampler, "sampler", sampler), DistributedSampler):
-        raise RequestError(
-            f"The DataLoader for {name} has a DistributedSampler, and batches are dealt to ranks already: each would "
-            f"get a part of a part. Use shuffle=True or False in its place."
-        )
     weights: list[float] | None = None
-    own: dict[str, Any] = {}
-    if loader.batch_size is None or type(batch_sampler) is not BatchSampler:  # it was given a batch sampler
-        own = {"batch_sampler": batch_sampler}
+    own: dict[str, Any] = {"begin_worker": loader.worker_init_fn}
+    shuffle = type(sampler) is not SequentialSampler
+    by_size = loader.batch_size is not None and type(batch_sampler) is BatchSampler  # else it was given a batch sampler
+    if by_size and type(sampler) is DistributedSampler:  # batches are dealt to ranks already: it says in which order
+        shuffle = sampler.shuffle
+    elif isinstance(getattr(batch_sampler, "sampler", sampler), DistributedSampler):
+        what = type(sampler).__name__ if by_size else "DistributedSampler in a batch sampler"
+        raise RequestError(
+            f"The DataLoader for {name} has a {what}, and batches are dealt to ranks already: each would get a part of "
+            f"a part. Use shuffle=True or False in its place."
+        )
+    elif not by_size:
+        own["batch_sampler"] = batch_sampler
     elif type(sampler) is WeightedRandomSampler and sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
         weights = sampler.weights.tolist()
     elif not (type(sampler) is SequentialSampler or _shuffles(sampler, loader.dataset)):
-        own = {"sampler": sampler}
-    settings = replace(
-        _settings(loader, settings, replicas), shuffle=type(sampler) is not SequentialSampler, weights=weights
-    )
+        own["sampler"] = sampler
+    settings = replace(_settings(loader, settings, replicas), shuffle=shuffle, weights=weights)
     return Source(loader.dataset, settings, None if loader.collate_fn is default_collate else loader.collate_fn, **own)
 
 
@@ -110,6 +108,10 @@ def _of_several(loaders: Any, settings: DataSettings, replicas: int) -> Source:
     for number, loader in enumerate(every):
         name = f"loader {number + 1} of {len(every)}"
         part = source_of(name, loader, settings, replicas)
+        if part.begin_worker is not None:
+            raise RequestError(
+                f"{name} to train on has a worker_init_fn, and data workers read for all of them. Leave it out."
+            )
         if is_iterable(part.dataset) or part.batch_sampler is not None or part.parts:
             raise RequestError(
                 f"{name} to train on, a {type(loader).__name__} of {type(part.dataset).__name__}, has batches that are "

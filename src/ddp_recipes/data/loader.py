@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from ddp_recipes._compat.torch_ import persistent, shut_down, tree_flatten, tree_map_only, workers_of
 from ddp_recipes.data.keyed import (
@@ -130,6 +130,7 @@ class Loader:
         collate_fn: makes a batch of samples; torch's own for ``None``.
         persistent_workers: ``None``: where there are workers.
         timeout_s: the run ends where data workers give no batch for longer.
+        begin_worker: is called in each data worker with its number, as torch's ``worker_init_fn``.
         form: that batches come in.
         name: of the data set in messages.
 
@@ -158,6 +159,7 @@ class Loader:
         multiprocessing_context: str | None = None,
         timeout: float = 0.0,
         timeout_s: float = 1800.0,
+        begin_worker: Callable[[int], None] | None = None,
         form: Form = AS_IT_COMES,
         name: str = "data",
     ) -> None:
@@ -173,6 +175,7 @@ class Loader:
             "multiprocessing_context": multiprocessing_context,
             "timeout": timeout,
             "timeout_s": timeout_s,
+            "begin_worker": begin_worker,
         }
         self.skipped: set[str] = set()
         self.fetch = _whole_batch_fetch(dataset, collate_fn)
@@ -198,7 +201,7 @@ class Loader:
                 prefetch_factor=prefetch_factor,
                 multiprocessing_context=multiprocessing_context,
                 timeout=timeout,
-                worker_init_fn=follow_rank,
+                worker_init_fn=partial(_begin_worker, begin_worker),
             )
 
     def __len__(self) -> int:
@@ -528,6 +531,15 @@ def _dead(workers: Sequence[BaseProcess]) -> BaseProcess | None:
         if worker.sentinel in ended:
             worker.join()  # its files are closed a moment before it has an exit code
     return next((worker for worker in workers if worker.exitcode), None)
+
+
+def _begin_worker(own: Callable[[int], None] | None, number: int) -> None:
+    """Begin a data worker, and have ``get_worker_info()`` in it tell of the data set that its user knows."""
+    follow_rank(number)
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # which refuses to be changed in the usual way
+    if own is not None:
+        own(number)
 
 
 def follow_rank(number: int) -> None:
