@@ -41,6 +41,13 @@ UNEVEN = ["strategy.shards=8", "data.batch_size=2", "data.num_samples=65"]
 GROWS = "callbacks.gradient_accumulation.schedule"
 COUNTER = "+callbacks.counted={_target_: lightning_parts.Counter, file: none}"
 
+STOPS = [
+    f"+callbacks.{name}._target_=lightning.pytorch.callbacks.{name}"
+    for name in ("EarlyStopping", "LearningRateMonitor")
+]
+STOPS += ["+callbacks.EarlyStopping.monitor=val_loss", "+callbacks.EarlyStopping.min_delta=10"]
+STOPS += ["+callbacks.EarlyStopping.patience=2", "trainer.max_epochs=6"]
+
 
 def part(name: str) -> list[str]:
     return [f"model._target_=lightning_parts.{name}", "task=lightning"]
@@ -163,11 +170,12 @@ def test_what_cannot_be_done_is_refused_by_name(name: str, overrides: list[str],
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["Direct", "Built"])
-def test_a_module_that_ranks_hold_together_ends_as_one_that_each_has(name: str, run: Run) -> None:
-    common = [*part(name), "data.num_samples=72", "data.batch_size=2", "trainer.gradient_clip_val=0.1"]
+@pytest.mark.parametrize(("name", "own"), [("Direct", []), ("Built", []), ("Direct", STOPS)])
+def test_a_module_that_ranks_hold_together_ends_as_one_that_each_has(name: str, own: list[str], run: Run) -> None:
+    common = [*part(name), *own, "data.num_samples=72", "data.batch_size=2", "trainer.gradient_clip_val=0.1"]
     common += ["trainer.log_every_n_steps=1", "data.val_samples=24"]
     exact = run(*common, "strategy=ddp_exact", "strategy.shards=6")
+    assert (exact["epoch"] == 3) == bool(own), "Lightning's callback ends it after three epochs"
     found = [run(*common, *FSDP, "strategy.shards=6", world_size=size) for size in (1, 3)]
     for summary in found:
         assert summary["weights_sha256"] == exact["weights_sha256"]

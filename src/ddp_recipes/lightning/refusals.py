@@ -71,6 +71,14 @@ def refuse_context(module: object, own: Collection[str], manual: bool, context: 
         )
 
 
+_OF_NO_WEIGHTS = {"EarlyStopping", "GradientAccumulationScheduler", "LearningRateMonitor", "Timer"}
+
+
+def _leaves_weights(kind: type) -> bool:
+    """Whether a callback is one of Lightning's own that look at no weight."""
+    return kind.__name__ in _OF_NO_WEIGHTS and kind.__module__.startswith(("lightning.", "pytorch_lightning."))
+
+
 def refuse_rows(owner: str, callbacks: Collection[object], context: RunContext) -> None:
     """Refuse callbacks of Lightning and uneven data where a rank has rows of the weights; once both are known.
 
@@ -81,7 +89,7 @@ def refuse_rows(owner: str, callbacks: Collection[object], context: RunContext) 
     """
     if context.parallelism.kind == "replicated":
         return
-    for callback in callbacks:
+    for callback in (each for each in callbacks if not _leaves_weights(type(each))):
         raise RequestError(
             f"{type(callback).__name__} is written for Lightning and may look at all weights, of which a rank has some "
             f"rows with strategy={context.parallelism.name}. Use one of ours (callbacks=…), or another strategy."
