@@ -488,3 +488,15 @@ def test_an_own_group_option_is_found(tmp_path: Path, run: Callable[..., Summary
 def test_composing_leaves_hydra_as_it_was() -> None:
     config_of()
     assert not HydraConfig.initialized()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({0: b"abc"}, r"model\.names\.0 is of the type bytes\. Allowed: texts, numbers"),
+        ({"a": [2**63]}, r"model\.names\.a is an integer of 65 bits\. Allowed: those of 64 bits"),
+    ],
+)
+def test_what_no_other_process_could_be_told_is_refused(given: dict[Any, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        resolve(OmegaConf.create({"model": {"names": given}}))

@@ -136,11 +136,13 @@ def test_sweep_under_torchrun(tmp_path: Path, python: str) -> None:
 def test_own_module_from_another_folder(tmp_path: Path, python: str) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\n\nclass Mine(torch.nn.Linear):\n"
-        "    def __init__(self, ins, outs):\n        super().__init__(ins, outs)\n"
+        "    def __init__(self, ins, outs, labels):\n        super().__init__(ins, outs)\n"
+        "        assert labels == {0: 'cat', 1: {'2': 'dog', 2: [{0.5: 'bird'}]}}, labels\n"
     )
     (tmp_path / "my_conf" / "model").mkdir(parents=True)
     (tmp_path / "my_conf" / "model" / "mine.yaml").write_text(
         "_target_: mine.Mine\nins: ${data.in_features}\nouts: ${data.out_features}\n"
+        "labels:\n  0: cat\n  1: {'2': dog, 2: [{0.5: bird}]}\n"
     )
     command(
         python, "-m", "ddp_recipes", "--config-dir", "my_conf", "model=mine", "hydra.run.dir=here", *TINY, cwd=tmp_path

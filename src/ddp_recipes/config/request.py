@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, get_type_hints
 
 from omegaconf import Container, DictConfig, Node, OmegaConf
@@ -153,7 +154,7 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     Raises:
         RequestError: a value is missing or an integer that no machine takes, or an interpolation has no target.
     """
-    given = [*_values(OmegaConf.to_container(config))]
+    given = [*_values(OmegaConf.to_container(config, enum_to_str=True))]
     for key, value in given:
         if type(value) is int and value.bit_length() > 63:
             raise RequestError(f"{key} is an integer of {value.bit_length() + 1} bits. Allowed: those of 64 bits.")
@@ -162,12 +163,17 @@ def resolve(config: DictConfig) -> dict[str, Any]:
         raise RequestError(f"{', '.join(missing)} must be given: this choice has no default for {them}.")
     with _environment_kept():
         try:
-            plain = OmegaConf.to_container(config, resolve=True)
+            plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
         except InterpolationKeyError as error:
             raise _unfit(config, error) from None
         except OmegaConfBaseException as error:
             raise RequestError(f"{error.full_key}: {_first_line(error)}") from None
     assert isinstance(plain, dict)
+    for key, value in _values(plain):
+        if not isinstance(value, (str, int, float, NoneType)):
+            raise RequestError(
+                f"{key} is of the type {type(value).__name__}. Allowed: texts, numbers, true, false, null."
+            )
     for name, settings in SECTIONS.items():
         if isinstance(plain.get(name), dict):
             plain[name] = of_environment(get_type_hints(settings, include_extras=True), plain[name])

@@ -71,7 +71,7 @@ def refuse_context(module: object, own: Collection[str], manual: bool, context: 
         )
 
 
-_OF_NO_WEIGHTS = {"EarlyStopping", "GradientAccumulationScheduler", "LearningRateMonitor", "Timer"}
+_OF_NO_WEIGHTS = {"EarlyStopping", "LearningRateMonitor"}
 
 
 def _leaves_weights(kind: type) -> bool:

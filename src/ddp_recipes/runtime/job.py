@@ -79,13 +79,29 @@ class Job:
     def to_json(self, with_main: bool = True) -> str:
         """Return the job as one line of text, for another process; ``with_main`` unless that runs the same program."""
         main = (self.main or pack(self.config)) if with_main else ""
-        return json.dumps({**vars(self), "directory": str(self.directory), "main": main})
+        config = _keyed(self.config)
+        return json.dumps({**vars(self), "config": config, "directory": str(self.directory), "main": main})
 
     @classmethod
     def from_json(cls, text: str) -> "Job":
         """Return the job that :meth:`to_json` wrote."""
-        values = json.loads(text)
+        values = json.loads(text, object_hook=_unkeyed)
         return cls(**{**values, "directory": Path(values["directory"])})
+
+
+_PAIRS = "__pairs__"
+
+
+def _keyed(value: Any) -> Any:
+    """Return data of a config with mappings whose keys are numbers as lists of pairs: JSON makes texts of such keys."""
+    if isinstance(value, Mapping):
+        plain = {name: _keyed(each) for name, each in value.items()}
+        return plain if all(isinstance(name, str) for name in plain) else {_PAIRS: [*plain.items()]}
+    return [_keyed(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _unkeyed(mapping: dict[str, Any]) -> dict[Any, Any]:
+    return dict(mapping[_PAIRS]) if [*mapping] == [_PAIRS] else mapping
 
 
 def pack(config: Mapping[str, Any]) -> str:
