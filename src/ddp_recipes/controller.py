@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -28,6 +29,7 @@ from ddp_recipes.config.overrides import deleting_null
 from ddp_recipes.config.request import Request, resolve
 from ddp_recipes.config.settings import launcher_class
 from ddp_recipes.config.translate import translated
+from ddp_recipes.devices import chosen_here
 from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed, printable
 from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Launcher, Resources
@@ -141,6 +143,7 @@ class Controller:
         self._process = os.getpid()
         self._summary: Summary = {}
         self.resources = Resources(world)
+        self._chosen = chosen_here()
         self._base = ""  # the directory of the run, or of the whole sweep
         self._resumes = False  # whether torchrun has started it again: it goes on in the directory of its earlier start
 
@@ -217,6 +220,7 @@ class Controller:
     def _launch(self, job: Job) -> Summary:
         if self._resumes:
             job = job.resumed()
+        job = replace(job, chosen=self._chosen)
         request = Request.of(job.config)
         if request.run.ckpt_path is None:
             refuse_used(job.directory, resumed=False)

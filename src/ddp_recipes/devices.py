@@ -6,7 +6,7 @@ torch is loaded by the functions that need it: whoever starts ranks asks the dri
 import ctypes
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -490,6 +490,33 @@ def choose_kernels(precision: str | None, benchmark: bool | None) -> None:
         torch.set_float32_matmul_precision(precision or before.pop("precision"))
     if "benchmark" in before:
         torch.backends.cudnn.benchmark = before.pop("benchmark") if benchmark is None else benchmark
+
+
+_OF_TORCH = {"dtype": "float32", "precision": "highest", "benchmark": False}
+
+
+def chosen_here() -> dict[str, Any]:
+    """Return what this process has chosen of torch, as plain data: for ranks, in which its program does not run."""
+    if (torch := sys.modules.get("torch")) is None:
+        return {}
+    now = {
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "precision": torch.get_float32_matmul_precision(),
+        "benchmark": torch.backends.cudnn.benchmark,
+    }
+    return {name: value for name, value in (now | _CHOSEN_BEFORE).items() if value != _OF_TORCH[name]}
+
+
+def choose(chosen: Mapping[str, Any]) -> None:
+    """Choose in this process what :func:`chosen_here` returned in another one."""
+    import torch
+
+    if "dtype" in chosen:
+        torch.set_default_dtype(getattr(torch, chosen["dtype"]))
+    if "precision" in chosen:
+        torch.set_float32_matmul_precision(chosen["precision"])
+    if "benchmark" in chosen:
+        torch.backends.cudnn.benchmark = chosen["benchmark"]
 
 
 def leaves_tensor_cores_idle(device: "torch.device") -> bool:

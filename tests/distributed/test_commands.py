@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from helpers.patience import patience
 
@@ -167,6 +168,30 @@ else:
     command(python, "-c", code, cwd=tmp_path)
     assert_complete(tmp_path / "here", world_size=1)
     assert sorted(os.listdir(tmp_path)) == ["here"]
+
+
+def test_what_a_script_has_chosen_of_torch_holds_in_its_ranks(tmp_path: Path, python: str) -> None:
+    (tmp_path / "mine.py").write_text(f"""
+import torch, ddp_recipes
+
+class Wide(torch.nn.Linear):
+    def forward(self, input):
+        assert torch.get_float32_matmul_precision() == "high"
+        return super().forward(input.to(torch.float64))
+
+if __name__ == "__main__":
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("high")
+    own = ["~model", "+model._target_=__main__.Wide", "+model.in_features=10", "+model.out_features=5"]
+    own += ["strategy=ddp_exact", "strategy.shards=2", *{TINY!r}]
+    for ranks in (1, 2):
+        ddp_recipes.run([*own, f"hydra.run.dir={{ranks}}", f"launcher.nproc_per_node={{ranks}}"])
+""")
+    command(python, "mine.py", cwd=tmp_path)
+    one, two = (summary_of(tmp_path / ranks) for ranks in ("1", "2"))
+    assert one["weights_sha256"] == two["weights_sha256"]
+    weights = torch.load(tmp_path / "2" / "checkpoints" / "last.pt", weights_only=True)["model"]
+    assert {each.dtype for each in weights.values()} == {torch.float64}
 
 
 def test_a_question_is_answered_and_nothing_written(tmp_path: Path, python: str) -> None:

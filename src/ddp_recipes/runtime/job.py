@@ -41,6 +41,7 @@ class Job:
         memory: files in which a rank keeps its state, in turn.
         start: name of this start of the ranks, where there are several.
         goes_on: whether it is a run that was started before, so that what its callbacks had decided holds.
+        chosen: what the program that requests it has chosen of torch, for all of what it does.
     """
 
     config: Mapping[str, Any]
@@ -54,6 +55,7 @@ class Job:
     memory: Sequence[str] = ()
     start: str = ""
     goes_on: bool = False
+    chosen: Mapping[str, Any] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Job.from_json, (self.to_json(),)
