@@ -6,13 +6,13 @@ torch is loaded by the functions that need it: whoever starts ranks asks the dri
 import ctypes
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddp_recipes.errors import RequestError
 
@@ -470,53 +470,73 @@ def beside_host(backend: str) -> str:
     return f"{HOST}:{HOST_BACKEND},{accelerator.type}:{backend}"
 
 
+class _Choice(NamedTuple):
+    """A choice that holds for all that torch does in a process."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+    default: Any
+
+
+def _choices() -> dict[str, _Choice]:
+    import torch
+
+    cudnn: Any = torch.backends.cudnn
+
+    def of_cudnn(name: str) -> _Choice:
+        return _Choice(lambda: getattr(cudnn, name), lambda value: setattr(cudnn, name, value), False)
+
+    return {
+        "dtype": _Choice(
+            lambda: str(torch.get_default_dtype()).removeprefix("torch."),
+            lambda name: torch.set_default_dtype(getattr(torch, name)),
+            "float32",
+        ),
+        "precision": _Choice(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"),
+        "deterministic": _Choice(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, False),
+        "benchmark": of_cudnn("benchmark"),
+        "deterministic_cudnn": of_cudnn("deterministic"),
+    }
+
+
 _CHOSEN_BEFORE: dict[str, Any] = {}  # what this process had, where a run has set something else
 
 
-def choose_kernels(precision: str | None, benchmark: bool | None) -> None:
-    """Set how exact products of float32 are, and whether cuDNN tries kernels out; ``None``: as it was before any run.
+def choose(**wanted: Any) -> None:
+    """Choose how torch computes in this process; ``None``: as it was before any run.
 
     Args:
-        precision: as of :func:`torch.set_float32_matmul_precision`.
+        dtype: of tensors of which none is said, by its name.
+        precision: of products of float32, as of :func:`torch.set_float32_matmul_precision`.
+        deterministic: as of :func:`torch.use_deterministic_algorithms`.
+        benchmark: whether cuDNN tries kernels out.
+        deterministic_cudnn: whether it takes those alone that give the same bits again.
     """
-    import torch
-
-    before = _CHOSEN_BEFORE
-    if precision is not None:
-        before.setdefault("precision", torch.get_float32_matmul_precision())
-    if benchmark is not None:
-        before.setdefault("benchmark", torch.backends.cudnn.benchmark)
-    if "precision" in before:
-        torch.set_float32_matmul_precision(precision or before.pop("precision"))
-    if "benchmark" in before:
-        torch.backends.cudnn.benchmark = before.pop("benchmark") if benchmark is None else benchmark
-
-
-_OF_TORCH = {"dtype": "float32", "precision": "highest", "benchmark": False}
+    choices = _choices()
+    for name, value in wanted.items():
+        choice = choices[name]
+        if value is not None:
+            _CHOSEN_BEFORE.setdefault(name, choice.get())
+        elif name not in _CHOSEN_BEFORE:
+            continue
+        value = _CHOSEN_BEFORE.pop(name) if value is None else value
+        if value != choice.get():  # use_deterministic_algorithms loads the compiler
+            choice.set(value)
 
 
 def chosen_here() -> dict[str, Any]:
     """Return what this process has chosen of torch, as plain data: for ranks, in which its program does not run."""
-    if (torch := sys.modules.get("torch")) is None:
+    if "torch" not in sys.modules:
         return {}
-    now = {
-        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "precision": torch.get_float32_matmul_precision(),
-        "benchmark": torch.backends.cudnn.benchmark,
-    }
-    return {name: value for name, value in (now | _CHOSEN_BEFORE).items() if value != _OF_TORCH[name]}
+    now = {name: _CHOSEN_BEFORE.get(name, choice.get()) for name, choice in _choices().items()}
+    return {name: value for name, value in now.items() if value != _choices()[name].default}
 
 
-def choose(chosen: Mapping[str, Any]) -> None:
+def choose_as(chosen: Mapping[str, Any]) -> None:
     """Choose in this process what :func:`chosen_here` returned in another one."""
-    import torch
-
-    if "dtype" in chosen:
-        torch.set_default_dtype(getattr(torch, chosen["dtype"]))
-    if "precision" in chosen:
-        torch.set_float32_matmul_precision(chosen["precision"])
-    if "benchmark" in chosen:
-        torch.backends.cudnn.benchmark = chosen["benchmark"]
+    for name, value in chosen.items():
+        _CHOSEN_BEFORE.pop(name, None)
+        _choices()[name].set(value)
 
 
 def leaves_tensor_cores_idle(device: "torch.device") -> bool:

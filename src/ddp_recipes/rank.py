@@ -17,7 +17,7 @@ from ddp_recipes.checkpointing.files import refuse_folders
 from ddp_recipes.config.extras import extra
 from ddp_recipes.config.settings import check_measured
 from ddp_recipes.data.loader import skipped_of
-from ddp_recipes.devices import choose, identity, is_accelerator, leaves_tensor_cores_idle
+from ddp_recipes.devices import choose_as, identity, is_accelerator, leaves_tensor_cores_idle
 from ddp_recipes.errors import MAKE_KEY, Left, Preempted, RecipeError, RequestError, RunFailed
 from ddp_recipes.failure import add_advice, fail, refuse  # not once it is needed, when a file may be one too many
 from ddp_recipes.output import Output
@@ -68,7 +68,7 @@ def run(job: Job, world: World, messages: Messages | None, watcher: Watcher = NO
 
 def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) -> Summary:
     around = sys.exception()
-    choose(job.chosen)
+    choose_as(job.chosen)
     control = Control(world, messages, float(job.config["launcher"]["timeout_s"]), watcher)
     control.joins = job.regroup is not None and not job.regroup["states"]
     recipe, directory = prepare(job, world, control)

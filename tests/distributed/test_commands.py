@@ -177,15 +177,18 @@ import torch, ddp_recipes
 class Wide(torch.nn.Linear):
     def forward(self, input):
         assert torch.get_float32_matmul_precision() == "high"
+        assert torch.are_deterministic_algorithms_enabled()
         return super().forward(input.to(torch.float64))
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(True)
     own = ["~model", "+model._target_=__main__.Wide", "+model.in_features=10", "+model.out_features=5"]
     own += ["strategy=ddp_exact", "strategy.shards=2", *{TINY!r}]
     for ranks in (1, 2):
         ddp_recipes.run([*own, f"hydra.run.dir={{ranks}}", f"launcher.nproc_per_node={{ranks}}"])
+        assert torch.get_float32_matmul_precision() == "high"
 """)
     command(python, "mine.py", cwd=tmp_path)
     one, two = (summary_of(tmp_path / ranks) for ranks in ("1", "2"))

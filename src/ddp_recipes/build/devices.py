@@ -106,14 +106,14 @@ def set_torch_up(trainer: TrainerSettings, own: Devices) -> None:
     forget_compiled()
     if trainer.deterministic:
         devices.set_environment_up()
-    if trainer.deterministic != torch.are_deterministic_algorithms_enabled():  # the call loads the compiler
-        torch.use_deterministic_algorithms(trainer.deterministic)
     torch.autograd.set_detect_anomaly(trainer.detect_anomaly)
     # Kernels of nn.TransformerEncoder for evaluations give other numbers than those of training, and are left out where
     # a strategy has hooks; with autocast on the CPU they fail where ranks watch for collectives.
     torch.backends.mha.set_fastpath_enabled(False)
     devices.count_peak_memory(own.own)
-    devices.choose_kernels(trainer.matmul_precision, trainer.benchmark)
+    devices.choose(
+        precision=trainer.matmul_precision, benchmark=trainer.benchmark, deterministic=trainer.deterministic or None
+    )
     extra_or("trainer.fast_paths", _without)(trainer.fast_paths, not devices.is_accelerator(own.own[0]))
 
 
