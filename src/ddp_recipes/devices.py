@@ -482,6 +482,7 @@ def _choices() -> dict[str, _Choice]:
     import torch
 
     cudnn: Any = torch.backends.cudnn
+    shared = torch.multiprocessing
 
     def of_cudnn(name: str) -> _Choice:
         return _Choice(lambda: getattr(cudnn, name), lambda value: setattr(cudnn, name, value), False)
@@ -496,6 +497,7 @@ def _choices() -> dict[str, _Choice]:
         "deterministic": _Choice(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, False),
         "benchmark": of_cudnn("benchmark"),
         "deterministic_cudnn": of_cudnn("deterministic"),
+        "sharing": _Choice(shared.get_sharing_strategy, shared.set_sharing_strategy, "file_descriptor"),
     }
 
 
@@ -511,6 +513,7 @@ def choose(**wanted: Any) -> None:
         deterministic: as of :func:`torch.use_deterministic_algorithms`.
         benchmark: whether cuDNN tries kernels out.
         deterministic_cudnn: whether it takes those alone that give the same bits again.
+        sharing: how data workers give their tensors to a rank.
     """
     choices = _choices()
     for name, value in wanted.items():

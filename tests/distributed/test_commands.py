@@ -178,12 +178,14 @@ class Wide(torch.nn.Linear):
     def forward(self, input):
         assert torch.get_float32_matmul_precision() == "high"
         assert torch.are_deterministic_algorithms_enabled()
+        assert torch.multiprocessing.get_sharing_strategy() == "file_system"
         return super().forward(input.to(torch.float64))
 
 if __name__ == "__main__":
     torch.set_default_dtype(torch.float64)
     torch.set_float32_matmul_precision("high")
     torch.use_deterministic_algorithms(True)
+    torch.multiprocessing.set_sharing_strategy("file_system")
     own = ["~model", "+model._target_=__main__.Wide", "+model.in_features=10", "+model.out_features=5"]
     own += ["strategy=ddp_exact", "strategy.shards=2", *{TINY!r}]
     for ranks in (1, 2):
