@@ -4,6 +4,8 @@ Tests run over the files that are there, so a new one is covered when it is adde
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -490,6 +492,18 @@ def test_composing_leaves_hydra_as_it_was() -> None:
     assert not HydraConfig.initialized()
 
 
+class Color(Enum):
+    RED = 1
+
+
+@dataclass
+class Structured:
+    """What a user of Hydra's structured configs might have."""
+
+    root: Path = Path("a/b")
+    color: Color = Color.RED
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -500,3 +514,9 @@ def test_composing_leaves_hydra_as_it_was() -> None:
 def test_what_no_other_process_could_be_told_is_refused(given: dict[Any, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         resolve(OmegaConf.create({"model": {"names": given}}))
+
+
+def test_paths_and_enums_of_structured_configs_are_texts() -> None:
+    structured = OmegaConf.structured(Structured)
+    found = resolve(OmegaConf.create({"data": {"own": structured, "all": [Path("a"), "${data.own.root}"]}}))
+    assert found["data"] == {"own": {"root": "a/b", "color": "RED"}, "all": ["a", "a/b"]}

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import PurePath
 from types import NoneType
 from typing import Any, get_type_hints
 
@@ -163,7 +164,7 @@ def resolve(config: DictConfig) -> dict[str, Any]:
         raise RequestError(f"{', '.join(missing)} must be given: this choice has no default for {them}.")
     with _environment_kept():
         try:
-            plain = OmegaConf.to_container(config, resolve=True, enum_to_str=True)
+            plain = _with_texts(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
         except InterpolationKeyError as error:
             raise _unfit(config, error) from None
         except OmegaConfBaseException as error:
@@ -179,6 +180,15 @@ def resolve(config: DictConfig) -> dict[str, Any]:
             plain[name] = of_environment(get_type_hints(settings, include_extras=True), plain[name])
     hints = get_type_hints(RunSettings, include_extras=True)
     return of_environment(hints, {str(name): value for name, value in plain.items()})
+
+
+def _with_texts(value: Any) -> Any:
+    """Return plain data with the paths of a user's structured configs as texts, as their enums are."""
+    if isinstance(value, dict):
+        return {name: _with_texts(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_texts(each) for each in value]
+    return str(value) if isinstance(value, PurePath) else value
 
 
 def _values(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
