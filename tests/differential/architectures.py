@@ -3,6 +3,7 @@
 Those that are ``Mixed`` depend on which samples are in a batch together, or on random numbers of their own.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -830,6 +831,30 @@ class Hooked(Sizes):
 
     def between(self, hidden: Tensor) -> Tensor:
         return self.block(hidden)
+
+
+class Tagged(Sizes):
+    """Its forward pass asks its parameters for attributes, and :func:`tagged_sgd` for others."""
+
+    def make(self) -> None:
+        self.blocks = nn.ModuleList([nn.Linear(16, 256), nn.Linear(256, 16)])  # large enough to be made without memory
+        self.frozen, self.one = nn.Linear(16, 16).requires_grad_(False), nn.Parameter(torch.tensor(1.0))
+        for number, each in enumerate((self.blocks[0].weight, self.blocks[1].bias, self.frozen.weight, self.one)):
+            vars(each).update(factor=1 + number, rate=1 + 0.3 * number, decays=number != 1)
+
+    def between(self, hidden: Tensor) -> Tensor:
+        first, second = self.blocks
+        hidden = second(first(hidden).tanh() * first.weight.factor) + second.bias.factor
+        return hidden + self.frozen(hidden) * self.frozen.weight.factor + self.one * self.one.factor
+
+
+def tagged_sgd(parameters: Iterable[nn.Parameter], lr: float, **options: Any) -> torch.optim.Optimizer:
+    """Return an SGD that gives each parameter the rate and the decay that it asks for, as those of Mamba and S4 do."""
+    groups = [
+        {"params": [each], "lr": lr * getattr(each, "rate", 1), "weight_decay": 0.1 * getattr(each, "decays", True)}
+        for each in parameters
+    ]
+    return torch.optim.SGD(groups, lr, momentum=options["momentum"])
 
 
 class Flow(Sizes):

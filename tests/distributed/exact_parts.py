@@ -288,6 +288,18 @@ class Late(Toy):
             parameter.grad.clamp_(-0.001, 0.001)
 
 
+class Known(nn.Parameter):
+    """A parameter that code tells from others by its class."""
+
+
+class Told(Toy):
+    """Has one."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__(in_features, hidden_features, out_features)
+        self.net1.weight = Known(self.net1.weight.detach())
+
+
 class Scaled(Toy):
     """Has a parameter that is a number."""
 

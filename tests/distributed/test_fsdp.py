@@ -217,6 +217,7 @@ def test_it_does_what_one_process_does(own: list[str], run: Run) -> None:
         ),
         (["model._target_=exact_parts.Empty", TOY], r"nothing has no numbers: its shape is \[0, 4\]"),
         (["model._target_=exact_parts.Late", TOY], r"net1.weight has a hook of register_post_accumulate_grad_hook"),
+        (["model._target_=exact_parts.Told", TOY], r"net1.weight is a Known, and FSDP2 puts an nn.Parameter in its"),
         (["model._target_=exact_parts.Sparse", TOY], r"reduces dense gradients, but those of words are sparse"),
         (["strategy.shards=2", "optimizer.fused=true", TOY], r"bits depend on how a parameter is dealt"),
     ],
@@ -282,6 +283,14 @@ def test_a_transformer_that_is_cut_at_a_number_of_parameters_gives_them_too(wrap
     """Into its projections, its attention and the rest of a layer, or its layers."""
     model = [*QUIET, *SMALL, "model._target_=differential.architectures.VisionTransformer", "strategy.shards=6"]
     fsdp = run(*model, "strategy=fsdp", f"strategy.wrap={wrap}", world_size=2)
+    assert fsdp["weights_sha256"] == run(*model, "strategy=ddp_exact")["weights_sha256"]
+
+
+def test_attributes_of_parameters_are_there_in_a_step_and_for_an_optimizer(run: Run) -> None:
+    """As Mamba's and S4's have them for their learning rate and weight decay."""
+    model = [*QUIET, *SMALL, "model._target_=differential.architectures.Tagged", "strategy.shards=6"]
+    model += ["optimizer._target_=differential.architectures.tagged_sgd", "optimizer.lr=0.01"]
+    fsdp = run(*model, "strategy=fsdp", world_size=2)
     assert fsdp["weights_sha256"] == run(*model, "strategy=ddp_exact")["weights_sha256"]
 
 

@@ -150,9 +150,9 @@ def _give_memory(recorder: InitRecorder, without: set[int]) -> None:
         storages |= recorder.replay({recorder.ref(each).number for each in found} - storages.keys())
         for each in found:
             real = recorder.ref(each).on(storages[recorder.ref(each).number]).requires_grad_(each.requires_grad)
-            swap_tensors(  # type: ignore[no-untyped-call]
-                each, nn.Parameter(real, each.requires_grad) if type(each) is nn.Parameter else real
-            )
+            real = nn.Parameter(real, each.requires_grad) if type(each) is nn.Parameter else real
+            vars(real).update(vars(each))
+            swap_tensors(each, real)  # type: ignore[no-untyped-call]
         del found, each, real
 
 
@@ -201,6 +201,7 @@ def _filled(tensor: Tensor, value: Tensor | Source | None, device: torch.device)
         filled = torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
             filled = nn.Parameter(filled, requires_grad=tensor.requires_grad)
+            vars(filled).update(vars(tensor))
     if value is not None:
         local(filled).copy_(rows_here(value, tensor))
     elif filled is not tensor:

@@ -270,6 +270,7 @@ def _memo(task: Task, starts: Sequence[str], stage: int) -> dict[int, Any]:
             # Never the parameter itself: weak references of the copy to it (nn.LSTM) would stay, and it be fixed here.
             values = parameter.detach() if own else parameter.detach().to(META)
             memo[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
+            vars(memo[id(parameter)]).update(vars(parameter))
         for buffer in (*module.buffers(recurse=False), *computed(module).values()):
             memo[id(buffer)] = buffer.detach().clone() if own else buffer.detach().to(META)
     return memo

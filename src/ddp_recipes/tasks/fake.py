@@ -48,6 +48,7 @@ def without_data(
                 fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                vars(memo[id(tensor)]).update(vars(tensor) if is_parameter else {})  # what a forward asks it
     return copy.deepcopy(task, memo)
 
 

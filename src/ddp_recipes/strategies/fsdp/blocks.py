@@ -271,6 +271,11 @@ def _refuse_one(name: str, parameter: nn.Parameter) -> None:
             f"{name} does not lie in memory in the order of its {list(parameter.shape)}, as one that is transposed or "
             f"expanded, and strategy=fsdp shards its rows. Make it of tensor.contiguous(), or choose strategy=ddp."
         )
+    if (kind := type(parameter)) is not nn.Parameter and issubclass(kind, nn.Parameter):
+        raise RequestError(
+            f"{name} is a {kind.__name__}, and FSDP2 puts an nn.Parameter in its place, which code that tells one from "
+            f"the other would take otherwise. Set an attribute of the parameter to tell it by, or choose strategy=ddp."
+        )
     if late_hooks(parameter):
         raise RequestError(
             f"{name} has a hook of register_post_accumulate_grad_hook, which looks at the whole gradient, and with "

@@ -30,8 +30,10 @@ class Part:
 
     @classmethod
     def of(cls, name: str, parameter: nn.Parameter) -> "Part":
-        """Return this rank's part of a parameter."""
-        return cls(name, parameter, nn.Parameter(local(parameter), requires_grad=parameter.requires_grad))
+        """Return this rank's part of a parameter, with the attributes that code has given it."""
+        own = nn.Parameter(local(parameter), requires_grad=parameter.requires_grad)
+        vars(own).update(vars(parameter))  # by which optimizers choose: a learning rate of its own, no weight decay
+        return cls(name, parameter, own)
 
     def take_gradient(self, used: bool) -> None:
         """Give the optimizer's parameter the gradient, too, if the model ``used`` it."""

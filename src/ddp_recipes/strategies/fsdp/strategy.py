@@ -78,6 +78,7 @@ class FSDP(Whole, Group):
         self.passes = 0  # shards of this step that have begun
         self.last = True  # whether a pass is the last of its shard
         self.hooks: dict[str, list[Callable[[Tensor], Tensor | None]]] = {}  # of gradients, the user's
+        self.attributes: dict[str, dict[str, Any]] = {}  # of parameters, the user's
         ordered = self.settings.shards is not None
         self.order, self.usage, self.calls = Order((), ordered), Usage(ordered), Calls()
 
@@ -139,6 +140,7 @@ class FSDP(Whole, Group):
         """Leave this rank its rows of each parameter; the model gathers those of a block before it runs."""
         model, self.mesh, self.device = task.model, self._mesh(devices[0].type), devices[0]
         self.hooks = {name: gradient_hooks(each) for name, each in model.named_parameters() if each.dim()}
+        self.attributes = {name: dict(vars(each)) for name, each in model.named_parameters()}
         keep_assigned_data()
         leave_graph_alone()
         refuse_rows()
@@ -151,6 +153,8 @@ class FSDP(Whole, Group):
             module = model.get_submodule(name)
             deal = partial(shard, module, reshard_after_forward=after, mp_policy=policy)
             self.blocks.insert(0, self.calls.watch(module, deal))
+        for name, parameter in model.named_parameters():
+            vars(parameter).update(self.attributes[name])
         tell_managed(model, False)
         self.order.blocks = [*policies]
         set_backward(self.blocks, reduces=False, over=False, gives_back=False)
@@ -207,6 +211,7 @@ class FSDP(Whole, Group):
             whole = {id(each): names[id(each)] for each in cast(nn.Module, block).parameters()}
             block.unshard()
             for name, parameter in zip(whole.values(), cast(nn.Module, block).parameters(), strict=True):
+                vars(parameter).update(self.attributes[name])
                 if parameter.requires_grad and local(parameter) is parameter:  # not of a block inside
                     self.usage.watch(name, parameter)
                     for hook in self.hooks.pop(name, ()):
