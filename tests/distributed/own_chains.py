@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -227,6 +228,31 @@ class _Noting(nn.Linear):
 
         output.register_hook(backward)
         return output
+
+
+class Hooked(Chain):
+    """Has hooks of gradients: of blocks, and, if ``late``, of a parameter; and a lock that no copy may have."""
+
+    def __init__(self, in_features: int, out_features: int, late: bool = False, locked: bool = False) -> None:
+        super().__init__(in_features, out_features)
+        self.lock = Lock() if locked else None
+        self[3].register_full_backward_hook(self.halved)
+        self[7].register_full_backward_pre_hook(self.halved_before)
+        if late:
+            self[5].weight.register_post_accumulate_grad_hook(self.halved_late)
+
+    @staticmethod
+    def halved(module: nn.Module, given: Any, output: Any) -> Any:
+        return tuple(each / 2 for each in given)
+
+    @staticmethod
+    def halved_before(module: nn.Module, output: Any) -> Any:
+        return tuple(each / 2 for each in output)
+
+    @staticmethod
+    def halved_late(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            parameter.grad /= 2
 
 
 class Exploding(Chain):

@@ -38,6 +38,7 @@ MODELS = {
     "checkpointed": ["model._target_=own_chains.Checkpointed", "~model.hidden_features"],
     "images": ["model._target_=own_chains.Images", "~model.hidden_features"],
     "skip": ["model._target_=own_chains.Skip", "~model.hidden_features"],
+    "hooked": ["model._target_=own_chains.Hooked", "~model.hidden_features"],
     "rotary": ["model._target_=own_chains.Rotary", "~model.hidden_features"],
 }
 THREE = ["strategy.stages=3", "strategy.micro_batches=4"]
@@ -58,6 +59,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
         [("mlp", [], 2)],
         [
             ("mlp", [], 2),
+            ("hooked", [], 2),
             ("recurrent", [], 2),
             ("recurrent", INTERLEAVED, 2),
             ("unet", [], 2),
@@ -400,6 +402,21 @@ REFUSED_MODELS: dict[str, tuple[list[str], int, list[str]]] = {
         [*MODELS["checkpointed"], "+model.segments=2", "model.split=[blocks.1]"],
         2,
         ["blocks.1 would begin a stage in the middle of a torch.utils.checkpoint", "Let no stage begin at blocks.1"],
+    ),
+    "a hook of a block's gradients": (
+        [*MODELS["hooked"], "model.split=['3']"],
+        2,
+        ["3 has a hook of register_full_backward_hook", "Let no stage begin at 3"],
+    ),
+    "a hook of a parameter's whole gradient": (
+        [*MODELS["hooked"], "+model.late=true"],
+        2,
+        ["5.weight has a hook of register_post_accumulate_grad_hook", "for each micro-batch", "Take register_hook"],
+    ),
+    "a model that cannot be copied": (
+        [*MODELS["hooked"], "+model.locked=true"],
+        2,
+        ["Hooked cannot be copied (cannot pickle '_thread.lock' object)", "Let it keep no lock"],
     ),
     "what skips a stage": (
         [*MODELS["skip"], "+model.doubled=true", "model.split=[second,last]", *THREE],

@@ -170,11 +170,6 @@ def gradient_hooks(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return list((tensor._backward_hooks or {}).values())
 
 
-def late_hooks(tensor: Tensor) -> int:
-    """Return how many ``register_post_accumulate_grad_hook`` has given a tensor. No public way."""
-    return len(tensor._post_accumulate_grad_hooks or {})
-
-
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether a tensor is one of a transform of ``torch.func`` (``vmap``, ``jvp``), which has no memory of its own.
 

@@ -81,6 +81,11 @@ def move_own(module: nn.Module, device: torch.device) -> None:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether ``register_full_backward_hook`` has given a module any: ``Module._backward_hooks``. No public way."""
+    return bool(module._backward_hooks)
+
+
 def remove_forward_pre_hooks(module: nn.Module, chosen: Callable[[Any], bool]) -> None:
     """Remove some hooks: ``Module._forward_pre_hooks``. In public, only who has kept a hook's handle can."""
     for number, hook in list(module._forward_pre_hooks.items()):

@@ -415,6 +415,11 @@ def laid_out_as(value: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like, dtype=value.dtype, device=value.device).copy_(value)
 
 
+def late_hooks(tensor: Tensor) -> int:
+    """Return how many ``register_post_accumulate_grad_hook`` has given a tensor. No public way."""
+    return len(tensor._post_accumulate_grad_hooks or {})
+
+
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a ``DTensor``, as it lies in memory; any other tensor is whole. Loads no DTensor."""
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_recipes._compat.model_parallel import current_checkpoint, current_node
+from ddp_recipes._compat.model_parallel import current_checkpoint, current_node, has_backward_hooks
 from ddp_recipes._compat.torch_ import buffers_of, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from ddp_recipes.model_parallel.placement import Conflict, blocks_of, has_constants, has_state, is_cut, stages_of
 from ddp_recipes.tasks import Task
@@ -26,6 +26,10 @@ WITHIN_CHECKPOINT = (
 NO_GRADIENT = (
     "begins a stage and is called without gradients where its input has one (torch.no_grad, or torch.utils.checkpoint "
     "with use_reentrant=True; with use_reentrant=False it can be)"
+)
+BACKWARD_HOOK = (
+    "has a hook of register_full_backward_hook, and a stage begins there or in it: no process has the gradients of its "
+    "inputs and of its outputs"
 )
 
 Receive = Callable[[int, Tensor], Tensor]
@@ -52,6 +56,7 @@ class Cut:
 
     def __init__(self, task: Task, starts: Sequence[str], elsewhere: torch.device) -> None:
         self.elsewhere = elsewhere
+        self.hooked = [name for name, each in task.model.named_modules() if name and has_backward_hooks(each)]
         stages = stages_of(task.model, starts)
         for name, block in blocks_of(task.model, starts).items():
             if is_cut(name, starts) or not (has_state(block) or name in starts):
@@ -103,6 +108,9 @@ class Cut:
             raise Conflict(name, f"{name} {WITHIN_CHECKPOINT}", (self._latest, at))
         self._within = within
         enters, self._latest = at > self._latest, at
+        for around in self.hooked if enters else ():
+            if f"{name}.".startswith(f"{around}."):
+                raise Conflict(name, f"{around} {BACKWARD_HOOK}", (at - 1, at))
         if at > self._stage or (enters and at == self._stage and self._receive is None):
             tensors = [self._came(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             if at > self._stage and self._receive is not None:

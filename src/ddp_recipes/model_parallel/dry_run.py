@@ -30,7 +30,7 @@ from ddp_recipes.model_parallel.cut import Cut
 from ddp_recipes.model_parallel.placement import META, Conflict, connect, stages_of
 from ddp_recipes.runtime.seeding import seeded
 from ddp_recipes.tasks import Task
-from ddp_recipes.tasks.fake import computed, fake_batch, new_mode, without_data
+from ddp_recipes.tasks.fake import Uncopied, computed, copied, fake_batch, new_mode, without_data
 
 INTENSITY = 20  # operations in the time of moving a byte, about that of today's GPUs and CPUs in single precision
 
@@ -156,9 +156,9 @@ class DryRun:
         Raises:
             Conflict: as :meth:`run_apart`.
         """
-        shapes = without_data(self.task, {}, [META], nullcontext())
-        cut, step = Cut(shapes, starts, META), self._step_on_cpu(shapes)
         try:
+            shapes = without_data(self.task, {}, [META], nullcontext())
+            cut, step = Cut(shapes, starts, META), self._step_on_cpu(shapes)
             with seeded(0), torch.enable_grad():
                 for stage in range(1, len(starts) + 1):
                     cut.run(step, stage, None)
@@ -174,7 +174,7 @@ class DryRun:
         Raises:
             Conflict: it fails, or returns what has no data, and the whole model does not fail.
         """
-        task = copy.deepcopy(self.task, _memo(self.task, starts, stage))
+        task = copied(self.task, _memo(self.task, starts, stage))
         modules, cut, here = ModuleMode(), Cut(task, starts, META), torch.device(HOST)
         modules.follow(task.model)
         reason = "what it returns has none"
@@ -208,7 +208,7 @@ class DryRun:
     @cached_property
     def _whole_runs(self) -> bool:
         """Whether the model runs on two samples before it is cut: if not, that comes again in the run."""
-        task = copy.deepcopy(self.task, _memo(self.task, (), 0))
+        task = copied(self.task, _memo(self.task, (), 0))
         try:
             with seeded(0), torch.set_grad_enabled(self.step == "training_step"):
                 self._step_on_cpu(task)()
@@ -241,9 +241,9 @@ class DryRun:
                 batch = fake_batch(given, devices[here or 0])
                 with counter:
                     step(batch)
-        except (Conflict, RequestError):
-            raise
-        except Exception as error:  # noqa: BLE001 - what fails for another reason fails in the run as well, which reports it
+        except Exception as error:
+            if isinstance(error, (Conflict, RequestError)) and not isinstance(error, Uncopied):
+                raise
             named = stages_named(error)
             message = (str(error).splitlines() or [""])[0]
             if len(named) > 1:  # some operations find the mixture themselves, before the counter sees it

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 
 from ddp_recipes._compat.dispatch import FakeTensorMode
 from ddp_recipes._compat.torch_ import tree_map_only
+from ddp_recipes.errors import RequestError
 from ddp_recipes.tasks.task import Task
+
+
+class Uncopied(RequestError):
+    """Something in a task cannot be copied."""
 
 
 def new_mode() -> FakeTensorMode:
@@ -49,7 +54,24 @@ def without_data(
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
                 vars(memo[id(tensor)]).update(vars(tensor) if is_parameter else {})  # what a forward asks it
-    return copy.deepcopy(task, memo)
+    return copied(task, memo)
+
+
+def copied(task: Task, memo: dict[int, Any]) -> Task:
+    """Return a copy of a task with other tensors in the places of its own.
+
+    Raises:
+        Uncopied: something in it cannot be copied.
+    """
+    try:
+        return copy.deepcopy(task, memo)
+    except Exception as error:
+        reason = str(error).partition("\n")[0].partition(". ")[0]
+        raise Uncopied(
+            f"{type(task.model).__name__} cannot be copied ({reason}), and plan=true and pipelines run copies of a "
+            f"model. Let it keep no lock, open file or tensor of an earlier pass; and a hook puts such into the module "
+            f"that it is called with, not into the one that it was made in."
+        ) from error
 
 
 def computed(module: nn.Module) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_recipes._compat.model_parallel import of_no_data
+from ddp_recipes._compat.torch_ import late_hooks
 from ddp_recipes.devices import for_sums
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.pipeline import Pipeline, joined
@@ -58,6 +59,13 @@ class DDPPipeline(Group):
                 f"{self.settings.name} averages micro-batches by their samples. Set task.mean_over=samples to have it "
                 f"so, or choose a strategy whose ranks take whole batches."
             )
+        for name, parameter in task.model.named_parameters():
+            if late_hooks(parameter):
+                raise RequestError(
+                    f"{name} has a hook of register_post_accumulate_grad_hook, which strategy={self.settings.name} "
+                    f"would call for each micro-batch with the gradients of those before. Take register_hook, or "
+                    f"choose strategy=ddp."
+                )
 
     @property
     def layout(self) -> Layout:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from ddp_recipes._compat.fsdp import asks_rows, late_hooks, of_freed_memory, of_two_dtypes, uses_rows
-from ddp_recipes._compat.torch_ import NormBase
+from ddp_recipes._compat.fsdp import asks_rows, of_freed_memory, of_two_dtypes, uses_rows
+from ddp_recipes._compat.torch_ import NormBase, late_hooks
 from ddp_recipes.errors import RequestError
 from ddp_recipes.strategies.fsdp.calls import own_steps
 from ddp_recipes.tasks import Task
