@@ -249,6 +249,7 @@ BLOCKS = {
     "Codebook": "that return their own parameters",
     "LateHead": "used from the fourth step on",
     "Hooked": "with a hook of a parameter's gradient",
+    "LookedUp": "that look up their class",
     "Vectorised": "called within a transform of torch.func",
 }
 AWKWARD = {

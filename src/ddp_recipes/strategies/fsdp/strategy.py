@@ -162,7 +162,9 @@ class FSDP(Whole, Group):
         model.register_forward_hook(self._give_back)
         gather_in_steps(model, self._gather_anew, self._give_back)
         for number, block in enumerate(reversed(self.blocks)):
-            type(block).__name__ = type(block).__name__.removeprefix("FSDP")  # messages name the user's class
+            _, own = type(block).__bases__  # the user's class, which messages name, and some models look up by its name
+            type(block).__name__, type(block).__qualname__ = own.__name__, own.__qualname__
+            type(block).__module__ = own.__module__
             block.set_gradient_divide_factor(1.0)  # losses are weighted
             block.set_force_sum_reduction_for_comms(True)
             if hasattr(block, "set_reduce_scatter_unused_params"):  # from torch 2.15 on; else ranks would send less
