@@ -138,6 +138,12 @@ def test_sizes_that_do_not_fit_end_with_what_to_change(
         ("Cached", ["model.activation_checkpointing=[0]"], 1, "use_cache=False), or leave model.activation_"),
         ("Synced", [], 2, "Give the model nn.BatchNorm: on the CPU each rank has"),
         ("Graph", [], 1, "have it dense, or register it as a buffer with persistent=False."),
+        (
+            "Graph",
+            ["strategy=ddp_exact", "+model.kept=false"],
+            1,
+            "of dense tensors. Have its indices and its values as",
+        ),
         ("Graph", ["+model.kept=false"], 2, "edges of the model has the layout torch.sparse_coo. Checkpoints, and"),
     ],
 )

@@ -234,20 +234,23 @@ def convert(task: Task, dtype: torch.dtype | None) -> None:
     task.to(dtype)
 
 
-def refuse_sparse(task: Task, ranks: int) -> None:
-    """Refuse tensors of the model in a layout that neither checkpoints nor messages between ranks have.
+def refuse_sparse(task: Task, alone: bool) -> None:
+    """Refuse tensors of the model in a layout that neither checkpoints nor exchanges between ranks and shards have.
+
+    Args:
+        alone: whether there is one of each, so that nothing is exchanged.
 
     Raises:
         RequestError: names it.
     """
     saved = task.weights().keys()
     for name, tensor in (*task.named_parameters(), *task.named_buffers()):
-        if tensor.layout != torch.strided and (ranks > 1 or outside(name) in saved):
-            alone = "" if ranks > 1 else ", or register it as a buffer with persistent=False"
+        if tensor.layout != torch.strided and (not alone or outside(name) in saved):
+            other = ", or register it as a buffer with persistent=False" if alone else ""
             raise RequestError(
-                f"{outside(name)} of the model has the layout {tensor.layout}. Checkpoints, and messages between "
-                f"ranks, are of dense tensors. Have its indices and its values as two buffers, of which forward makes "
-                f"it (torch.sparse_coo_tensor), or have it dense{alone}."
+                f"{outside(name)} of the model has the layout {tensor.layout}. Checkpoints, and what ranks or "
+                f"shards exchange, are of dense tensors. Have its indices and its values as two buffers, of which "
+                f"forward makes it (torch.sparse_coo_tensor), or have it dense{other}."
             )
 
 

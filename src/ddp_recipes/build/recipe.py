@@ -209,7 +209,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     accumulations = accumulations_of(request, callbacks)
     attach(built.task, job, control, request, devices, strategy, loaders, accumulations)
     convert(built.task, whole_dtype(trainer.precision))  # what it made only now
-    refuse_sparse(built.task, devices.world.world_size)
+    refuse_sparse(built.task, alone=devices.world.world_size == request.strategy.batch_shards(devices.world).total == 1)
     strategy.check(built.task, devices.requested)  # of a module that may have made its layers only now
     if trainer.compile and devices.layout is None:
         extra("trainer.compile")(built.task, trainer, request.strategy)
