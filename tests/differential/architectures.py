@@ -879,6 +879,12 @@ def tagged_sgd(parameters: Iterable[nn.Parameter], lr: float, **options: Any) ->
     return torch.optim.SGD(groups, lr, momentum=options["momentum"])
 
 
+def sized_sgd(parameters: Iterable[nn.Parameter], lr: float, **options: Any) -> torch.optim.Optimizer:
+    """Return an SGD whose learning rates follow from how large a parameter is."""
+    groups = [{"params": [each], "lr": lr / (1 + each.numel() % 7 + each.shape[0:1].numel())} for each in parameters]
+    return torch.optim.SGD(groups, lr, momentum=options["momentum"])
+
+
 class Flow(Sizes):
     """Runs each coupling forward, then back."""
 

@@ -287,10 +287,11 @@ def test_a_transformer_that_is_cut_at_a_number_of_parameters_gives_them_too(wrap
     assert fsdp["weights_sha256"] == run(*model, "strategy=ddp_exact")["weights_sha256"]
 
 
-def test_attributes_of_parameters_are_there_in_a_step_and_for_an_optimizer(run: Run) -> None:
-    """As Mamba's and S4's have them for their learning rate and weight decay."""
+@pytest.mark.parametrize("optimizer", ["tagged_sgd", "sized_sgd"])
+def test_what_tells_parameters_apart_is_there_in_a_step_and_for_an_optimizer(optimizer: str, run: Run) -> None:
+    """Attributes, as Mamba's and S4's have them for their learning rate and weight decay, and sizes."""
     model = [*QUIET, *SMALL, "model._target_=differential.architectures.Tagged", "strategy.shards=6"]
-    model += ["optimizer._target_=differential.architectures.tagged_sgd", "optimizer.lr=0.01"]
+    model += [f"optimizer._target_=differential.architectures.{optimizer}", "optimizer.lr=0.01"]
     fsdp = run(*model, "strategy=fsdp", world_size=2)
     assert fsdp["weights_sha256"] == run(*model, "strategy=ddp_exact")["weights_sha256"]
 

@@ -1,12 +1,14 @@
 """Each rank's part of the model's parameters, and how the whole comes of parts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ddp_recipes._compat.torch_ import local
 from ddp_recipes.runtime.tensors import OwnRows, span
@@ -40,6 +42,28 @@ class Part:
         self.own.data = local(self.whole)  # which FSDP2 may put elsewhere, at the first step
         self.own.grad = local(self.whole.grad) if used and self.whole.grad is not None else None
         self.whole.grad = self.whole.grad if used else None
+
+
+_TENSOR: Any = Tensor
+_SIZES = (
+    *(_TENSOR.shape.__get__, _TENSOR.size, _TENSOR.__len__),
+    *(_TENSOR.numel, torch.numel, _TENSOR.nelement, _TENSOR.nbytes.__get__),
+)
+
+
+class WholeSizes(TorchFunctionMode):
+    """Shows the sizes of whole parameters to code that asks for those of a rank's rows, to put them into groups."""
+
+    def __init__(self, parts: Iterable[Part]) -> None:
+        super().__init__()
+        self.wholes = {id(part.own): part.whole for part in parts}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in _SIZES and id(args[0]) in self.wholes:
+            args = (self.wholes[id(args[0])], *args[1:])
+        return func(*args, **kwargs or {})
 
 
 def own_rows(values: Tensor, whole: Tensor) -> Tensor | OwnRows:

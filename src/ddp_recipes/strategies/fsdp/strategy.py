@@ -41,7 +41,7 @@ from ddp_recipes.strategies.fsdp.blocks import (
 )
 from ddp_recipes.strategies.fsdp.calls import Calls, gather_in_steps, set_backward
 from ddp_recipes.strategies.fsdp.order import Gather, Order, OrderedReduceScatter, ReduceScatter
-from ddp_recipes.strategies.fsdp.parts import Part, joined, norms, own_of, own_rows
+from ddp_recipes.strategies.fsdp.parts import Part, WholeSizes, joined, norms, own_of, own_rows
 from ddp_recipes.strategies.fsdp.plan import exchange_of
 from ddp_recipes.strategies.fsdp.settings import FSDPSettings
 from ddp_recipes.strategies.fsdp.usage import Usage
@@ -197,7 +197,7 @@ class FSDP(Whole, Group):
         """Have them made of this rank's rows; refuse those that look at whole tensors."""
         named_ = {parameter: name for name, parameter in task.model.named_parameters()}
         parts = {parameter: Part.of(name, parameter) for parameter, name in named_.items()}
-        with in_place(task, {parameter: part.own for parameter, part in parts.items()}):
+        with in_place(task, {parameter: part.own for parameter, part in parts.items()}), WholeSizes(parts.values()):
             made = make()
         refuse_optimizers(made[0], exact_on_cpu=self.settings.shards is not None and next(iter(named_)).is_cpu)
         self.parts = {id(part.own): part for part in parts.values()}
