@@ -210,7 +210,7 @@ class Module(LightningModule):
     def __init__(self, args):
         super().__init__()
         self.save_hyperparameters(args)
-        self.net = torch.nn.Linear(4, self.hparams.width)
+        self.net = torch.nn.Linear(4, args.width)
 
     def training_step(self, batch):
         return self.net(batch[0]).square().mean()
@@ -220,14 +220,14 @@ class Module(LightningModule):
 
 
 class Data(LightningDataModule):
-    def __init__(self, size, dtype=torch.float32):
+    def __init__(self, sizes, dtype=torch.float32):
         super().__init__()
         self.save_hyperparameters()
         self.loaders = 0
 
     def train_dataloader(self):
         self.loaders += 1
-        return DataLoader(TensorDataset(torch.ones(8, 4)), self.hparams.size)
+        return DataLoader(TensorDataset(torch.ones(8, 4)), self.hparams.sizes["train"])
 
     def state_dict(self):
         return {"loaders": self.loaders}
@@ -242,7 +242,7 @@ def make():
 
 if __name__ == "__main__":
     module, data = (cls.load_from_checkpoint(sys.argv[1]) for cls in (Module, Data))
-    print(module.net.out_features, data.hparams.size, data.loaders)
+    print(module.net.out_features, data.hparams.sizes["train"], data.loaders)
 """
 
 
@@ -251,8 +251,8 @@ def test_what_modules_and_data_modules_saved_of_their_arguments_makes_them_again
     python_with_lightning: str, tmp_path: Path
 ) -> None:
     (tmp_path / "arguments.py").write_text(ARGUMENTS)
-    own = ["task=lightning", "~model", "+model._target_=arguments.make", "hydra.run.dir=run"]
-    data = ["data=lightning", "data.datamodule._target_=arguments.Data", "+data.datamodule.size=2", "strategy=single"]
+    own = ["task=lightning", "~model", "+model._target_=arguments.make", "hydra.run.dir=run", "strategy=single"]
+    data = ["data=lightning", "data.datamodule._target_=arguments.Data", "+data.datamodule.sizes.train=2"]
     command = [python_with_lightning, "-m", "ddp_recipes", *own, *data, "trainer.max_epochs=1", "logger=none"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=patience(120))
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ddp_recipes._compat.lightning import argument_of_hparams
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.tensors import plain, put_together
+from ddp_recipes.runtime.tensors import contents, plain, put_together
 
 if TYPE_CHECKING:
     from ddp_recipes.lightning.adapter import LightningTask
@@ -25,7 +25,7 @@ _LEFT_OUT = "left_out"  # keys that hooks have added, and that no checkpoint can
 # What a checkpoint of the weights alone has of all this.
 WEIGHTS_ONLY = {
     *("state_dict", "epoch", "global_step", "pytorch-lightning_version"),
-    *(f"{of}{name}" for of in ("", "datamodule_") for name in (_HPARAMS, "hparams_name")),
+    *(f"{of}{name}" for of in ("", "datamodule_") for name in (_HPARAMS, "hparams_name", "hparams_type")),
 }
 
 
@@ -72,8 +72,11 @@ def entries(task: LightningTask, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hyper_parameters(task: LightningTask, module: Any, of: str = "") -> dict[str, Any]:
-    """Return what a module has saved of its arguments, and the name of the one that held all, if it was one."""
-    found, others = _plain_of(dict(getattr(module, "hparams", {})))
+    """Return what a module has saved of its arguments; the name of the one that held all, if it was one, and its type.
+
+    Of the types that Lightning knows by a text there is one: a dict whose values are attributes as well.
+    """
+    found, others = _plain_of(dict(contents(getattr(module, "hparams", {}))))
     missing = {f"{of}{_HPARAMS}/{name}" for name in others}
     if task.trainer.is_global_zero and not missing <= task.left_out:
         task.left_out |= missing
@@ -84,7 +87,8 @@ def _hyper_parameters(task: LightningTask, module: Any, of: str = "") -> dict[st
             type(module).__name__,
         )
     argument = argument_of_hparams(module)
-    return {f"{of}{_HPARAMS}": found, **({} if argument is None else {f"{of}hparams_name": argument})}
+    one = {} if argument is None else {f"{of}hparams_name": argument, f"{of}hparams_type": "AttributeDict"}
+    return {f"{of}{_HPARAMS}": found, **one}
 
 
 def restore(task: LightningTask, state: Mapping[str, Any]) -> None:

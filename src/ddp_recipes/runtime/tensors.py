@@ -9,6 +9,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
+from omegaconf import Container, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 from ddp_recipes._compat.torch_ import bytes_of, storage_key
@@ -187,7 +189,8 @@ def tensors_in(data: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
 def plain(value: Any, name: str = "") -> Any:
     """Return a state of nothing but the types that a checkpoint is read back as, without running any code.
 
-    Of other kinds of dicts, lists, tuples, numbers and texts, as NumPy's and those of enumerations, it has the values.
+    Of other kinds of dicts, lists, tuples, numbers and texts, as OmegaConf's, NumPy's and those of enumerations, it has
+    the values.
 
     Raises:
         TypeError: names what is neither tensor nor plain data.
@@ -199,6 +202,8 @@ def plain(value: Any, name: str = "") -> Any:
     if isinstance(value, (list, tuple)):
         items = (plain(inside, below(name, number)) for number, inside in enumerate(value))
         return list(items) if isinstance(value, list) else tuple(items)
+    if isinstance(value, Container):
+        return plain(contents(value), name)
     if isinstance(value, np.generic):
         return plain(value.item(), name)
     for kind in (int, float):
@@ -210,6 +215,16 @@ def plain(value: Any, name: str = "") -> Any:
         f"{name}: {type(value).__name__} cannot be in a checkpoint. Allowed: tensors, numbers, texts, and lists and "
         f"dicts of them."
     )
+
+
+def contents(config: Any) -> Any:
+    """Return what a part of a config holds, as it is written where what it refers to is not there; all else as is."""
+    if not isinstance(config, Container):
+        return config
+    try:
+        return OmegaConf.to_container(config, resolve=True)
+    except OmegaConfBaseException:
+        return OmegaConf.to_container(config)
 
 
 def below(name: str, key: object) -> str:
