@@ -346,6 +346,18 @@ def reads_the_trainer(plan: Plan) -> None:
 
 
 @idiom("module")
+def stops_before_training(plan: Plan) -> None:
+    plan.on("on_fit_start", lambda self: setattr(self.trainer, "should_stop", True))
+
+
+@idiom("module")
+def has_hooks_of_callbacks(plan: Plan) -> None:
+    """Have methods of which Lightning calls those of callbacks alone."""
+    plan.on("on_sanity_check_start", lambda self: None)
+    plan.on("on_sanity_check_end", lambda self: setattr(self.trainer, "should_stop", True))
+
+
+@idiom("module")
 def set_up_late(plan: Plan) -> None:
     """Make a layer in ``configure_model``."""
 
@@ -494,7 +506,7 @@ APART: dict[str, tuple[str, ...]] = {
 }
 # What Lightning does not take, or we do not.
 WRONG |= {"plateau_of_nothing", "combined_train", "least_epochs", "least_steps", "reloads", "averages"}
-WRONG |= {"no_train", "no_steps", "no_epoch", "across_epochs", "schedulers_in_tuples"}
+WRONG |= {"no_train", "no_steps", "no_epoch", "across_epochs", "schedulers_in_tuples", "stops_before_training"}
 NOT_MANUAL |= {"accumulation_of_four", "clipped_by_value", "accumulation_grows", "for_all_steps"}
 SEVERAL_TIMES |= {"manual.adversarial", "manual.schedulers_configured", "manual.once_for_both", "manual.manual_lbfgs"}
 NUMBER = sum(map(len, IDIOMS.values()))

@@ -311,6 +311,8 @@ def test_what_modules_and_callbacks_do_with_lightnings_own_methods_is_as_in_ligh
         # A plateau of steps is looked at before hooks at an epoch's end.
         (f"net.batch_norm+scheduler.plateau_by_step+module.reads_the_trainer+{LATE}", 1),
         ("trainer.no_epoch", 2),  # nor a start or end of training
+        ("module.stops_before_training", 2),
+        ("module.has_hooks_of_callbacks", 2),
     ],
 )
 def test_what_surrounds_a_module_is_as_in_lightning(own: str, ways: int, tmp_path: Path) -> None:

@@ -87,6 +87,7 @@ class Events(Callback):
     def __init__(self, task: LightningTask) -> None:
         self.task = task
         self.begun = self.started = False
+        self._trains = False  # whether there is training to begin and to end
         self._around: BaseException | None = None  # what was being handled as the run began, which is not its own
         self.optimizers: list[SteppedOptimizer] = []
         self._before: list[Callable[[], None]] = []  # each puts a metric back as it was when a validation began
@@ -125,15 +126,13 @@ class Events(Callback):
         loop.batch_idx = cursor.batch - 1
         for each in self.run.optimizers if cursor.step > 0 else ():
             note_step(each)  # else torch warns of a scheduler where a module that steps by itself has not done so yet
+        self._agree()
+        limits = self.run.trainer
+        # A run that goes on may have been cut off in ending.
+        self._trains = self.run.cursor.step > 0 or (0 not in (limits.max_epochs, limits.max_steps) and not self.stop)
         if self._trains:
             self.task.hooks("on_train_start")
         self._agree()
-
-    @property
-    def _trains(self) -> bool:
-        """Whether there is training to begin and to end; a run that goes on may have been cut off in doing so."""
-        limits = self.run.trainer
-        return self.run.cursor.step > 0 or 0 not in (limits.max_epochs, limits.max_steps)
 
     def on_epoch_start(self, epoch: int) -> None:
         """Begin an epoch, or what is left of it: then for what no checkpoint has, such as modes."""

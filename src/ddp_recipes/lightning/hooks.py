@@ -56,8 +56,6 @@ CALLED = (
         "on_fit_start",
         "on_load_checkpoint",
         "on_save_checkpoint",
-        "on_sanity_check_end",
-        "on_sanity_check_start",
         "on_train_end",
         "on_train_epoch_end",
         "on_train_epoch_start",
