@@ -906,6 +906,11 @@ _logged_in("on_validation_batch_end", _norm, on_step=True)
 
 
 @idiom("hook_log")
+def the_end(plan: Plan) -> None:
+    plan.on("on_train_end", lambda self: self.logger.log_metrics({"end": float(_norm(self))}))
+
+
+@idiom("hook_log")
 def one_name_in_two_hooks(plan: Plan) -> None:
     plan.step.append(lambda self, loss, *_: self.log("shared", _scalar(loss), on_step=False, on_epoch=True))
     plan.on("on_train_epoch_end", lambda self: self.log("shared", 7.0))

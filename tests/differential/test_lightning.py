@@ -305,7 +305,7 @@ def test_what_modules_and_callbacks_do_with_lightnings_own_methods_is_as_in_ligh
     [
         ("trainer.in_bfloat16+manual.manual_sharpness_aware", 1),  # weights change between two forward passes
         ("checkpoint.best_of_training+callback.stops", 2),
-        ("hook_log.by_the_logger", 2),  # also before training starts
+        ("hook_log.by_the_logger+hook_log.the_end", 2),  # also before training starts
         ("module.reads_the_trainer", 2),
         ("data.longer_and_shorter", 2),
         # A plateau of steps is looked at before hooks at an epoch's end.

@@ -129,6 +129,10 @@ def test_a_signal_while_other_weights_are_validated_leaves_those_that_are_traine
     assert stop_and_go_on(case, 2, (at_the_end_of_an_epoch, 1, "SIGTERM"), tmp_path, monkeypatch)
 
 
+def test_a_signal_does_not_end_the_training_for_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert stop_and_go_on("train_log.loss+val_log.loss+hook_log.the_end", 2, (0.5, 1, "SIGTERM"), tmp_path, monkeypatch)
+
+
 @pytest.fixture(scope="module")
 def python_with_lightning() -> Iterator[str]:
     with warm_python("lightning") as python:

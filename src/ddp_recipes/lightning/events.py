@@ -44,6 +44,8 @@ _INSTEAD = {
     "SpikeDetection": "trainer.detect_anomaly",
 }
 
+_GOES_ON = ("signal", "moved")  # why a start ends whose training does not: another one goes on with it
+
 
 def refuse_callback(name: str, made: object) -> None:
     """Refuse a callback that works on Lightning's own loop.
@@ -278,9 +280,10 @@ class Events(Callback):
             if cut_off := self._is_cut_off():
                 self.on_epoch_end(self.task.trainer.epoch)
             self.task.trainer.epoch += cut_off or self.run.cursor.batch == 0  # those that are done, as in Lightning
-        if self._trains:
-            self.task.hooks("on_train_end")
-        self.task.hooks("on_fit_end")
+        if self.run.reason not in _GOES_ON:
+            if self._trains:
+                self.task.hooks("on_train_end")
+            self.task.hooks("on_fit_end")
         self.task.tear_down()
 
     def _is_cut_off(self) -> bool:

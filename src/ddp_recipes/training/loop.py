@@ -56,6 +56,7 @@ def fit(run: Run) -> str:  # noqa: C901 - the loop reads top to bottom, on one p
             end_step(run, before)
         if reason is not None:
             break
+    run.reason = reason
     for hook in run.hooks:
         hook.on_fit_end(run, reason)
     if run.saved_step != run.cursor.step and run.cursor.step > 0:

@@ -100,6 +100,7 @@ class Run:
     unsaved: bool = False  # whether a checkpoint that is due after the last step is still to be written
     measured: bool = False  # whether the monitored metric belongs to the last step
     values: dict[str, float] = field(default_factory=dict)  # of the monitored metric, by the step of a checkpoint
+    reason: str = ""  # why it ended, once it has: what `loop.fit` returns
     saved_step: int = -1
     good_step: int = -1  # the same, where checkpoints are written
 
