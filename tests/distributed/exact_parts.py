@@ -214,6 +214,20 @@ class Listed(Toy):
         self.nets = nn.ModuleList([self.net1, self.net2])
 
 
+class Held(nn.Module):
+    """Has heads in a dict, and a number by itself in another."""
+
+    def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
+        super().__init__()
+        self.net = nn.Linear(in_features, hidden_features)
+        self.heads = nn.ModuleDict({"one": nn.Linear(hidden_features, out_features)})
+        self.scales = nn.ParameterDict({"one": nn.Parameter(torch.ones(1))})
+
+    def forward(self, input: Tensor) -> Tensor:
+        found: Tensor = self.heads["one"](self.net(input.flatten(1))) * self.scales["one"]
+        return found
+
+
 class Around(Toy):
     """Takes a layer's parameters and leaves the layer out."""
 

@@ -153,6 +153,7 @@ def test_losses_by_learning_rate_are_those_of_ddp_exact(run: Run) -> None:
         (["model._target_=exact_parts.Ready"], r"^0 is wrapped as DataParallel already, and strategy=fsdp deals the"),
         (["model._target_=exact_parts.Listed", "strategy.wrap=[nets]"], r"nets is a ModuleList, .*wrap=\['nets\.\*'\]"),
         (["strategy.wrap=[net3]"], r"strategy.wrap: net3 matches no module.* Did you mean 'net2'"),
+        (["model._target_=exact_parts.Held"], r"Held has none with parameters. .* strategy.wrap=\[net,'heads\.\*'\]"),
         (["model=linear"], r"Linear has none with parameters. It has no modules with parameters in it at all"),
         (["strategy.shards=3", TOY], r"strategy.shards=3 cannot be dealt evenly to 2 processes. Use 1, 3 processes"),
         (["strategy.wrap=0"], r"strategy.wrap=0 is not allowed. Allowed: a whole number at least 1, or text"),

@@ -133,7 +133,10 @@ def blocks_of(model: nn.Module, wrap: str | int | Sequence[str]) -> list[str]:
 
 
 def _remedy(model: nn.Module) -> str:
-    names = [name for name, each in model.named_children() if [*each.parameters()]]
+    held = {name: each for name, each in model.named_children() if [*each.parameters()]}
+    # A dict of modules is never called itself, and one of parameters has no elements that are.
+    names = [name for name, each in held.items() if is_called(each)]
+    names += [f"'{name}.*'" for name, each in held.items() if not is_called(each) and [*each.children()]]
     if not names:
         return "It has no modules with parameters in it at all: choose strategy=ddp."
     return f"Name its blocks: strategy.wrap=[{','.join(names)}]."
