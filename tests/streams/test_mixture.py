@@ -1,5 +1,6 @@
 """Mixtures, packed windows and buckets of like length: each by an order that is computed."""
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,9 @@ from torch.utils.data import ChainDataset
 
 from ddp_recipes.data.order import Sequential, Shuffled
 from ddp_recipes.errors import RequestError
-from ddp_recipes.streams import LengthBuckets, Mixed, Mixture, Packed
+from ddp_recipes.streams import LengthBuckets, Mixed, Mixture, Packed, Windowed
 from ddp_recipes.testing import run_recipe
+from helpers.patience import patience
 from helpers.ranks import RANKS
 
 
@@ -81,6 +83,14 @@ def test_each_block_has_as_many_of_a_set_as_its_weight_says() -> None:
         found = Counter("a" if each < 100 else "b" if each < 1100 else "c" for each in samples)
         assert found == {"a": 70, "b": 29, "c": 1}
     assert [mixture[sample] for sample in (99, 100, 1099, 1100)] == [99, 0, 999, 0]
+
+
+@pytest.mark.parametrize("few", [Shuffled(2, 5), Windowed((1, 1), 5, 16384, 8)], ids=["shuffled", "stream"])
+def test_a_tiny_set_takes_no_longer_than_a_large_one(few: Shuffled | Windowed) -> None:
+    mixed, began = Mixed((Shuffled(60_000, 4), few), (1, 1), 1 << 16, 3), time.monotonic()
+    samples = mixed.samples(0, np.arange(1 << 16, dtype=np.uint64))
+    assert Counter(samples[samples >= 60_000].tolist()) == {60_000: 1 << 14, 60_001: 1 << 14}
+    assert time.monotonic() - began < patience(2), "7 s epoch by epoch of the tiny one"
 
 
 def test_a_set_of_a_small_weight_comes_no_more_often_than_that() -> None:

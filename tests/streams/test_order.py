@@ -63,6 +63,14 @@ def test_windows_of_a_row_are_as_quick_as_those_of_many() -> None:
     assert time.monotonic() - began < patience(5), "18 s window by window"
 
 
+@given(st.one_of(orders, st.builds(Shuffled, st.integers(1, 40), st.integers(0, 2**63 - 1))), st.data())
+def test_places_of_several_epochs_are_those_of_each(order: Windowed | Shuffled, data: st.DataObject) -> None:
+    places = np.array(data.draw(st.lists(st.integers(0, len(order) - 1))), dtype=np.uint64)
+    epochs = np.array(data.draw(st.lists(st.integers(0, 5), min_size=len(places), max_size=len(places))), np.uint64)
+    alone = [int(order.samples(int(epoch), places[at : at + 1])[0]) for at, epoch in enumerate(epochs)]
+    assert order.samples(epochs, places).tolist() == alone
+
+
 def test_order_differs_by_epoch_and_seed() -> None:
     rows = (20,) * 9
     found = {tuple(everything(Windowed(rows, seed, 50, 2), epoch)) for seed in (1, 2) for epoch in (0, 1)}

@@ -40,7 +40,7 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class Sequential:
-    """Samples in the order of the data set."""
+    """Samples in the order of the data set; as of :class:`Shuffled`, each place may be of an epoch of its own."""
 
     num_samples: int
     repeats = False
@@ -48,7 +48,7 @@ class Sequential:
     def __len__(self) -> int:
         return self.num_samples
 
-    def samples(self, epoch: int, positions: Indices) -> Indices:
+    def samples(self, epoch: int | Indices, positions: Indices) -> Indices:
         return positions
 
 
@@ -63,8 +63,9 @@ class Shuffled:
     def __len__(self) -> int:
         return self.num_samples
 
-    def samples(self, epoch: int, positions: Indices) -> Indices:
-        return permute(positions, self.num_samples, key(self.seed, epoch))
+    def samples(self, epoch: int | Indices, positions: Indices) -> Indices:
+        seed = key(self.seed, epoch) if not isinstance(epoch, np.ndarray) else keys(self.seed, epoch)
+        return permute(positions, self.num_samples, seed)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from torch.utils.data import Dataset
 
 from ddp_recipes.config.keys import Count, require
 from ddp_recipes.data.loader import size_of
-from ddp_recipes.data.order import BatchPlan, Indices, Order, order_of, permute
+from ddp_recipes.data.order import BatchPlan, Indices, Order, Sequential, Shuffled, order_of, permute
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.seeding import key, keys
+from ddp_recipes.streams.order import Windowed
 from ddp_recipes.streams.reader import span
 
 _LONGEST = 1 << 40  # places of a block
@@ -51,12 +52,10 @@ class Mixed:
         found = np.empty_like(own)
         first, total = 0, sum(map(len, self.orders))
         for number, order in enumerate(self.orders):
-            size = np.uint64(len(order))
-            epochs = own // size
-            numbered = total if self.by_epoch and self.by_epoch[number] else 0
-            for each in np.unique(epochs[source == number]):
-                here = (source == number) & (epochs == each)
-                found[here] = np.uint64(first + int(each) * numbered) + order.samples(int(each), own[here] % size)
+            here, size = source == number, np.uint64(len(order))
+            epochs, places = own[here] // size, own[here] % size
+            samples = np.uint64(first) + _of_epochs(order, epochs, places)
+            found[here] = samples + epochs * np.uint64(total) if self.by_epoch and self.by_epoch[number] else samples
             first += len(order)
         return found
 
@@ -71,6 +70,17 @@ class Mixed:
         source = np.searchsorted(ends, slot, side="right").astype(np.uint64)
         share = np.array(self.shares, dtype=np.uint64)[source]
         return source, block * share + slot - (ends[source] - share)
+
+
+def _of_epochs(order: Order, epochs: Indices, places: Indices) -> Indices:
+    """Return the sample at each place of an order, each in an epoch of its own: of a tiny set there are many."""
+    if isinstance(order, (Sequential, Shuffled, Windowed)):
+        return order.samples(epochs, places)
+    found = np.empty_like(places)
+    for epoch in np.unique(epochs):
+        here = epochs == epoch
+        found[here] = order.samples(int(epoch), places[here])
+    return found
 
 
 class Mixture(Dataset[Any]):

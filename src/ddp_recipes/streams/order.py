@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddp_recipes.data.order import BatchPlan, Indices, Order, permute
-from ddp_recipes.runtime.seeding import key, keys
+from ddp_recipes.runtime.seeding import keys
 from ddp_recipes.streams.index import Shard
 
 _SHARDS, _ROWS = 0, 1  # what a key is for
@@ -39,13 +39,19 @@ class Windowed:
     def __len__(self) -> int:
         return sum(self.rows)
 
-    def samples(self, epoch: int, positions: Indices) -> Indices:
-        """Return the sample at each place of an epoch's order."""
-        places, layout = self.places(epoch, positions), self.layout(epoch)
+    def samples(self, epoch: int | Indices, positions: Indices) -> Indices:
+        """Return the sample at each place of an epoch's order, or of the order of an epoch for each place."""
+        places = self.places(epoch, positions)
+        if not isinstance(epoch, np.ndarray):
+            layout = self.layout(epoch)
+        else:  # one epoch's shards after the other's
+            epochs, which = np.unique(epoch, return_inverse=True)
+            layout = _laid_out(self, epochs)
+            places += which.reshape(places.shape).astype(np.uint64) * np.uint64(len(self))
         turn = np.searchsorted(layout.ends, places, side="right")
         return layout.starts[turn] + places - (layout.ends[turn] - layout.rows[turn])
 
-    def places(self, epoch: int, positions: Indices) -> Indices:
+    def places(self, epoch: int | Indices, positions: Indices) -> Indices:
         """Return where the row at each place of the order lies in the shards as they come in an epoch."""
         positions = np.asarray(positions, dtype=np.uint64)
         total, lanes = len(self), self.lanes
@@ -56,8 +62,12 @@ class Windowed:
         size = np.uint64(self.rows_of_a_window)
         first = row // size * size  # of the window
         rows = np.minimum(size, length - first)
-        numbers, which = np.unique(first // size * np.uint64(lanes) + lane, return_inverse=True)
-        own = keys(self.seed, epoch, _ROWS, numbers)[which.reshape(first.shape)]
+        number = first // size * np.uint64(lanes) + lane
+        if not isinstance(epoch, np.ndarray):
+            numbers, which = np.unique(number, return_inverse=True)
+            own = keys(self.seed, epoch, _ROWS, numbers)[which.reshape(first.shape)]
+        else:
+            own = keys(self.seed, epoch, _ROWS, number)
         found: Indices = start + first
         for count in np.unique(rows):  # those of windows that are full, and of the last ones
             here = rows == count
@@ -76,8 +86,7 @@ class Windowed:
 
     def shards(self, epoch: int) -> NDArray[np.int64]:
         """Return the numbers of the shards as they come in an epoch."""
-        count = len(self.rows)
-        return permute(np.arange(count, dtype=np.uint64), count, key(self.seed, epoch, _SHARDS)).astype(np.int64)
+        return self.layout(epoch).shards
 
     def layout(self, epoch: int) -> "Layout":
         """Return the shards of an epoch as they come."""
@@ -85,7 +94,7 @@ class Windowed:
 
 
 class Layout(NamedTuple):
-    """Shards as they come in an epoch: their numbers, first samples and rows, and the places where they end."""
+    """Shards as they come in an epoch, or in several: their numbers, first samples and rows, and where they end."""
 
     shards: NDArray[np.int64]
     starts: Indices
@@ -95,7 +104,13 @@ class Layout(NamedTuple):
 
 @lru_cache(maxsize=4)
 def _layout(order: Windowed, epoch: int) -> Layout:
-    shards, rows = order.shards(epoch), np.array(order.rows, dtype=np.uint64)
+    return _laid_out(order, np.array([epoch], dtype=np.uint64))
+
+
+def _laid_out(order: Windowed, epochs: Indices) -> Layout:
+    count, rows = len(order.rows), np.array(order.rows, dtype=np.uint64)
+    own = np.repeat(keys(order.seed, epochs, _SHARDS), count)
+    shards = permute(np.tile(np.arange(count, dtype=np.uint64), len(epochs)), count, own).astype(np.int64)
     starts = np.cumsum(rows, dtype=np.uint64) - rows
     return Layout(shards, starts[shards], rows[shards], np.cumsum(rows[shards], dtype=np.uint64))
 
