@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 
 class Ten:
@@ -58,6 +59,34 @@ class Bfloat(Ten):
 
     def __getitem__(self, index: int) -> Any:
         return torch.zeros(3, dtype=torch.bfloat16), index
+
+
+class Sparse(Ten):
+    """Has tensors that lie by their indices."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.eye(3).to_sparse(), index
+
+
+class Large(Ten):
+    """Has numbers that no signed one of 64 bits is."""
+
+    def __getitem__(self, index: int) -> Any:
+        return 2**63 + index, index
+
+
+class Depths(Ten):
+    """Has images whose pixels are floats."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Image.new("F", (4, 5)), index
+
+
+class Printed(Ten):
+    """Has images in four colours of ink."""
+
+    def __getitem__(self, index: int) -> Any:
+        return Image.new("CMYK", (4, 5), (0, 255, 0, 0)), index
 
 
 def several() -> dict[str, Ten]:

@@ -40,6 +40,7 @@ def test_a_data_set_comes_back_as_it_was(tmp_path: Path, capsys: pytest.CaptureF
 def test_an_interrupted_pack_goes_on(tmp_path: Path) -> None:
     arguments = [DIGITS, str(tmp_path / "set"), "split=val", "--shard-mb=0.02", "--workers=1", "--shuffle=3"]
     pack([*arguments[:1], str(tmp_path / "whole"), *arguments[2:]])
+    assert not (tmp_path / "whole" / ".pack.lock").exists()
     whole = {file.name: file.read_bytes() for file in (tmp_path / "whole").glob("*.parquet")}
     pack(arguments)
     plan = (
@@ -50,6 +51,7 @@ def test_an_interrupted_pack_goes_on(tmp_path: Path) -> None:
     (folder / "index.json").unlink()
     (folder / "pack.json").write_text(plan)  # as a process leaves it that was killed
     (folder / "part-000003.parquet").unlink()
+    (folder / ".pack.lock").touch()
     kept = (folder / "part-000001.parquet").stat().st_mtime_ns
     with pytest.raises(RequestError, match="holds a part of another pack"):
         pack([*arguments[:-1], "--shuffle=4"])
@@ -84,6 +86,9 @@ def test_samples_of_any_length_keep_shape_and_type(megabytes: str, tmp_path: Pat
         ("LateShape", r"inputs of sample 50 is \[4\], and others are \[3\]"),
         ("LateKind", r"targets of samples .* is no column: .*fifty"),
         ("Bfloat", r"inputs of samples 0 to 9 is no column: .*bfloat16"),
+        ("Sparse", r"inputs of samples 0 to 9 is no column: .* Use Tensor.to_dense"),
+        ("Large", r"inputs of samples 0 to 9 is no column: whole numbers have 64 bits: from -9223372036854775808 to "),
+        ("Depths", r"inputs of samples 0 to 9 is no column: images are read in RGB, .* has mode F. Give its array"),
     ],
 )
 def test_samples_that_are_no_table_are_refused_by_name(name: str, message: str, tmp_path: Path) -> None:
@@ -203,6 +208,11 @@ def test_images_of_several_formats_are_one_column(tmp_path: Path) -> None:
     assert sorted(stream[number][0][:, 0, 0].tolist() for number in range(6)) == [[40 * n, 0, 9] for n in range(6)]
 
 
+def test_images_in_colours_that_png_has_not_are_packed_in_rgb(tmp_path: Path) -> None:
+    pack(["streams.pack_parts.Printed", str(tmp_path / "set"), "--workers=1"])
+    assert Stream(str(tmp_path / "set"), inputs="inputs")[3][:, 0, 0].tolist() == [255, 0, 255]
+
+
 def test_index_says_how_windows_shuffle(shards: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     folder = shards(".jsonl")
     index([str(folder), "--workers=1", "--batch=8"])
@@ -249,6 +259,7 @@ def test_what_other_processes_cannot_be_given_is_packed_by_one(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_pack_that_is_ended_ends_with_its_workers(number: signal.Signals, tmp_path: Path) -> None:
+    """And while it goes on, no other one writes into its folder."""
     (tmp_path / "held").mkdir()
     given = [
         "pack",
@@ -263,6 +274,10 @@ def test_a_pack_that_is_ended_ends_with_its_workers(number: signal.Signals, tmp_
     }
     with started(tmp_path, *given, command=COLD, environ=environ) as run:
         until(lambda: len([*(tmp_path / "held").iterdir()]) == 2, START_S, "no worker begins")
+        with pytest.raises(
+            RequestError, match=r"set is being written by another pack. Wait for its end, or give a new"
+        ):
+            pack([DIGITS, str(tmp_path / "set")])
         run.signal(number)
         assert run.end(GONE_S).status == (130 if number == signal.SIGINT else -number)
 

@@ -359,6 +359,15 @@ def test_options_of_a_store_are_those_of_the_run(run: Run, store: Store, tmp_pat
     assert store.tokens == {"mine"}
 
 
+def test_a_cache_in_a_link_to_nowhere_is_named(shards: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "scratch").symlink_to("unmounted")
+    (tmp_path / "file").touch()
+    folder = str(shards(".jsonl.gz"))
+    for cache, reason in {"scratch/cache": "there is a file or a link to nowhere", "file": "Not a directory"}.items():
+        with pytest.raises(RequestError, match=f"cannot be kept in data.cache.folder={tmp_path / cache}: {reason}"):
+            Stream(folder, cache={"folder": str(tmp_path / cache)})
+
+
 def test_a_full_cache_disk_is_said(store: Store, tmp_path: Path) -> None:
     """A folder of so small a file system that a shard does not fit, where one may be mounted."""
     with mounted(tmp_path / "small", "4k") as folder:

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -113,11 +114,11 @@ class Cache:
             with ExitStack() as held:
                 try:
                     while True:
-                        held.enter_context(_locked(file.parent / LOCK, fcntl.LOCK_SH))
+                        held.enter_context(locked(file.parent / LOCK, fcntl.LOCK_SH))
                         if _touched(file):
                             break
                         held.close()
-                        with _locked(file.parent / LOCK, fcntl.LOCK_EX):
+                        with locked(file.parent / LOCK, fcntl.LOCK_EX):
                             if not _touched(file):
                                 self._made(file, make)
                 except OSError as error:
@@ -169,7 +170,7 @@ class Cache:
                 break
             if file == keep:
                 continue
-            with suppress(BlockingIOError), _locked(file.parent / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
+            with suppress(BlockingIOError), locked(file.parent / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 file.unlink(missing_ok=True)
                 size -= bytes_
                 removed += bytes_
@@ -180,7 +181,7 @@ class Cache:
         """Remove what processes that died have left."""
         for file in self._files():
             if file.suffix == PART:
-                with suppress(OSError), _locked(file.parent / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                with suppress(OSError), locked(file.parent / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
                     file.unlink(missing_ok=True)
             if file.suffix == PART or file.name == LOCK:
                 _removed_if_empty(file.parent)
@@ -370,11 +371,16 @@ def _touched(file: Path) -> bool:
 
 
 @contextmanager
-def _locked(path: Path, how: int) -> Iterator[None]:
+def locked(path: Path, how: int) -> Iterator[None]:
     """Have a lock, whose file and folder are made; both may be removed by who has it, while others wait."""
     while True:
-        with suppress(FileExistsError):
-            path.parent.mkdir(parents=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            with suppress(FileNotFoundError):  # it was removed just now
+                if not stat.S_ISDIR(os.lstat(error.filename).st_mode):
+                    raise FileExistsError(error.errno, "there is a file or a link to nowhere") from error
+            continue
         try:
             file = path.open("w+")  # of network file systems a shared lock is for who reads
         except FileNotFoundError:  # the folder was removed just now
@@ -402,7 +408,7 @@ def _removed_if_empty(folder: Path) -> None:
     with suppress(OSError):
         if os.listdir(folder) != [LOCK]:
             return
-        with _locked(folder / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        with locked(folder / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB):
             if os.listdir(folder) == [LOCK]:
                 (folder / LOCK).unlink()
                 folder.rmdir()

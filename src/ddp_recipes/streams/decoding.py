@@ -17,6 +17,7 @@ Names = str | Sequence[str] | None
 _JPEG, _PNG, _WEBP, _GIF = b"\xff\xd8\xff", b"\x89PNG", b"RIFF", b"GIF8"
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # of Pillow's; some others start programs
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
+WHOLE_NUMBERS = f"whole numbers have 64 bits: from {_LEAST} to {_MOST}"
 _IMAGES = ("img", "jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm")  # suffixes of theirs
 
 
@@ -105,7 +106,7 @@ def _found(row: Row, name: str) -> Any:
 def of_column(name: str, value: Any) -> Any:
     """Return what a column holds as a model takes it: images of PIL's, lists of numbers as tensors."""
     if isinstance(value, int) and not _LEAST <= value <= _MOST:
-        raise BadRow(f"its '{name}' is {value}, and whole numbers have 64 bits: from {_LEAST} to {_MOST}")
+        raise BadRow(f"its '{name}' is {value}, and {WHOLE_NUMBERS}")
     if isinstance(value, (str, int, float)):
         return value
     if isinstance(value, Decimal):

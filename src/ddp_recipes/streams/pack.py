@@ -1,5 +1,6 @@
 """A map-style data set, a folder of images or a table as shards: in parallel, and gone on with where it stopped."""
 
+import fcntl
 import importlib
 import io
 import json
@@ -9,7 +10,7 @@ import pickle
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,8 +24,8 @@ from ddp_recipes.data.loader import size_of
 from ddp_recipes.data.order import Sequential, Shuffled
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
-from ddp_recipes.streams.cache import Cache
-from ddp_recipes.streams.decoding import Decoder, as_tensor
+from ddp_recipes.streams.cache import Cache, locked
+from ddp_recipes.streams.decoding import WHOLE_NUMBERS, Decoder, as_tensor
 from ddp_recipes.streams.formats import format_of
 from ddp_recipes.streams.index import IN_ORDER_OF, NAME, Columns, Index, Shard, assembled, described, in_parallel, write
 from ddp_recipes.streams.reader import Row, needed
@@ -32,6 +33,7 @@ from ddp_recipes.streams.reader import Row, needed
 log = logging.getLogger(__name__)
 
 PLAN = "pack.json"  # what is being packed, as long as it is
+ALONE = ".pack.lock"
 LOOKED_AT = 32  # samples that say how large others are, and of which type
 GROUP = 1 << 20  # bytes of a row group
 
@@ -68,6 +70,10 @@ class Packing:
         """
         if not len(self.samples):
             raise RequestError(f"{self.source} has no sample to pack.")
+        with self._alone():
+            return self._run(workers, show)
+
+    def _run(self, workers: int, show: Callable[[int, int], None]) -> Index:
         try:
             cuts = self._begin()
         except OSError as error:
@@ -84,6 +90,21 @@ class Packing:
         write(index, cache)
         (self.dest / PLAN).unlink()
         return index
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Have the destination, unless another process has it, or its file system has no locks."""
+        with ExitStack() as held:
+            try:
+                held.enter_context(locked(self.dest / ALONE, fcntl.LOCK_EX | fcntl.LOCK_NB))
+                held.callback((self.dest / ALONE).unlink)
+            except BlockingIOError as error:
+                raise RequestError(
+                    f"{self.dest} is being written by another pack. Wait for its end, or give a new folder."
+                ) from error
+            except OSError as error:
+                log.debug("%s is not locked: %s", self.dest, error)
+            yield
 
     def _can_be_sent(self) -> bool:
         """Whether other processes can be given the data set: if each made its own, samples might be others."""
@@ -121,7 +142,7 @@ class Packing:
                 raise RequestError(f"{self.dest} holds a part of another pack: {begun}. Give a new folder.")
             cuts: list[int] = begun["cuts"]
             return cuts
-        if self.dest.exists() and any(self.dest.iterdir()):
+        if self.dest.exists() and any(each.name != ALONE for each in self.dest.iterdir()):
             done = " It is packed already." if (self.dest / NAME).exists() else ""
             raise RequestError(f"{self.dest} is there and is not empty.{done} Give a new folder.")
         size = max(1.0, float(np.mean([self.samples.size(number) for number in looked_at(rows)])))
@@ -311,7 +332,11 @@ class _Made:
                     f"Sample {number} has {', '.join(row)}, and sample 0 {', '.join(names)}: each is a column, which "
                     f"all samples have to have."
                 )
-        return {name: [_plain(row[name]) for row in rows] for name in names}
+        values = {}
+        for name in names:
+            with _as_request(name, numbers):
+                values[name] = [_plain(row[name]) for row in rows]
+        return values
 
     def write(self, numbers: list[int], file: Any) -> None:
         """Write samples as a parquet file.
@@ -367,6 +392,8 @@ def looked_at(rows: int) -> list[int]:
 
 
 def _size(value: Any) -> int:
+    if isinstance(value, torch.Tensor):  # a sparse one has no bytes
+        return value.numel() * value.element_size()
     if hasattr(value, "nbytes"):
         return int(value.nbytes)
     if isinstance(value, Mapping):
@@ -448,14 +475,22 @@ class _Column:
 
 @contextmanager
 def _as_request(name: str, numbers: Sequence[int]) -> Iterator[None]:
-    """Raise what Arrow and NumPy raise as a request that cannot be met."""
+    """Raise what Arrow, NumPy, torch and Pillow raise as a request that cannot be met."""
     try:
         yield
-    except (needed("pyarrow").ArrowException, TypeError, ValueError) as error:
-        raise RequestError(f"{name} of samples {numbers[0]} to {numbers[-1]} is no column: {error}") from error
+    except (needed("pyarrow").ArrowException, TypeError, ValueError, OverflowError, RuntimeError, OSError) as error:
+        reason = WHOLE_NUMBERS if isinstance(error, OverflowError) else error
+        raise RequestError(f"{name} of samples {numbers[0]} to {numbers[-1]} is no column: {reason}") from error
 
 
 def _png(image: Any) -> bytes:
+    """Return the bytes of an image as PNG, in RGB where PNG has not its mode, as it would be read.
+
+    Raises:
+        ValueError: numbers would be lost when it is read.
+    """
+    if image.mode[0] in "IF":
+        raise ValueError(f"images are read in RGB, of 8 bits a channel, and one has mode {image.mode}. Give its array")
     content = io.BytesIO()
-    image.save(content, "PNG")
+    (image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else image.convert("RGB")).save(content, "PNG")
     return content.getvalue()
