@@ -282,6 +282,15 @@ def test_texts_have_neither_mark_nor_blank_lines(tmp_path: Path) -> None:
     assert [stream[number] for number in range(len(stream))] == ["one", "two "]
 
 
+@pytest.mark.parametrize(
+    "content", ['  \n{{"a": 1}}{0}\n\t \r\n\f\n{{"a": 2}}{0}\n   ', '{{"a": 1}}{0}\r\n\r\r\n {{"a": 2}}']
+)
+def test_blank_lines_are_no_rows_of_json(content: str, tmp_path: Path) -> None:
+    (tmp_path / "lines.jsonl").write_text(content.format("  "), newline="")
+    stream = Stream(str(tmp_path), inputs="a")
+    assert [stream[number] for number in range(len(stream))] == [1, 2]
+
+
 def test_a_whole_row_is_a_sample(shards: Callable[..., Path]) -> None:
     assert Stream(str(shards(".jsonl")))[8] == ROWS[8]
 

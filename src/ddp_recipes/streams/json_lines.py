@@ -6,10 +6,11 @@ from itertools import chain
 from math import nan
 from typing import Any
 
+import numpy as np
 import torch
 
 from ddp_recipes.streams.reader import BadRow, BadShard, Row
-from ddp_recipes.streams.records import Text
+from ddp_recipes.streams.records import Offsets, Text
 
 Kind = str | dict[str, "Kind"]  # of an object one for each name
 KINDS = ("nothing", "texts", "booleans", "whole numbers", "numbers")  # the last that is there is a column's
@@ -26,6 +27,12 @@ class JsonLines(Text):
     kind, and lists of numbers tensors of it; as long as it was not, each number is what it looks like.
     """
 
+    @staticmethod
+    def may_be_blank(content: Any, starts: Offsets, ends: Offsets) -> Offsets:
+        """Return which lines may be blank: those that begin so."""
+        first = np.frombuffer(content, dtype=np.uint8)[starts]
+        return np.flatnonzero(np.isin(first, np.frombuffer(b" \t\r\n\v\f", dtype=np.uint8)))
+
     def row(self, number: int) -> Row:
         found = self._object(number)
         try:
@@ -37,7 +44,7 @@ class JsonLines(Text):
 
     def _object(self, number: int) -> Row:
         try:
-            found = json.loads(self.bytes_of(number))
+            found = json.loads(self.bytes_of(number).rstrip())  # without blank lines behind it
         except (ValueError, RecursionError) as error:
             raise BadRow(f"it is no JSON: {error}") from error
         if not isinstance(found, dict):

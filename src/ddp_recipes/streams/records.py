@@ -96,10 +96,15 @@ class Text(Records):
     def scan(self, content: Any) -> Offsets:
         ends = self.line_ends(content)
         starts = np.concatenate([[0], ends[:-1]])[: len(ends)].astype(np.int64)
-        short = np.flatnonzero(ends - starts <= 2)
-        blank = [at for at in short.tolist() if not content[int(starts[at]) : int(ends[at])].strip()]
+        maybe = self.may_be_blank(content, starts, ends).tolist()
+        blank = [at for at in maybe if not content[int(starts[at]) : int(ends[at])].strip()]
         kept = np.delete(starts, blank)
         return np.append(kept, len(content)) if len(kept) else np.zeros(1, dtype=np.int64)
+
+    @staticmethod
+    def may_be_blank(content: Any, starts: Offsets, ends: Offsets) -> Offsets:
+        """Return which lines may be blank: of a text those of a character, for several spaces are a text."""
+        return np.flatnonzero(ends - starts <= 2)
 
     def row(self, number: int) -> Row:
         try:
