@@ -181,6 +181,48 @@ def test_files_of_a_tar_that_are_of_no_sample_are_left_out(form: int, tmp_path: 
     assert Stream(str(tmp_path))[1] == {"__key__": "2", "txt": "7", "cls": 7}
 
 
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("date", [0, 1.5], ids=["", "half a second"])
+def test_files_of_a_tar_are_found_whatever_headers_they_have(form: int, date: float, tmp_path: Path) -> None:
+    """As ``tarfile`` finds them; webdataset writes dates of fractions, in headers of their own."""
+    names = ["dör/", "dör/1.txt", f"{'folder/' * 18}1.txt", "link.txt", f"{'long' * 30}.txt", "2.a.json", "2.cls"]
+    with tarfile.open(tmp_path / "0.tar", "w", format=form) as file:
+        for name in names[: -1 if form != tarfile.USTAR_FORMAT else 4]:
+            member = tarfile.TarInfo(name)
+            member.type = {"/": tarfile.DIRTYPE, "k": tarfile.SYMTYPE}.get(name.partition(".")[0][-1], tarfile.REGTYPE)
+            member.linkname, member.mtime, member.size = "1.txt", date, int(member.isfile())
+            file.addfile(member, io.BytesIO(b"7"))
+    stream = Stream(str(tmp_path))
+    with tarfile.open(tmp_path / "0.tar") as file:
+        expected = [member.name for member in file if member.isfile()]
+    rows = [stream[number] for number in range(len(stream))]
+    assert [f"{row['__key__']}.{suffix}" for row in rows for suffix in row if suffix != "__key__"] == expected
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: b"x" + content[1:], "it is no tar file: bad checksum"),
+        (lambda content: content[:4100] + b"x" + content[4101:], "damaged or cut short: byte 4,096 begins no header"),
+        (lambda content: content[:4100], "it is damaged or cut short: byte 4,096 begins no header"),
+        (lambda content: content[:4700], "it is cut short: "),
+        (lambda content: content[:5000].rstrip(b"\0"), "it is cut short: "),
+    ],
+    ids=["first header", "header", "cut in a header", "cut in a file", "no last block"],
+)
+def test_a_tar_that_is_damaged_is_named(damage: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
+    """``tarfile`` takes a header that is none for the end: rows were lost without a word."""
+    with tarfile.open(tmp_path / "0.tar", "w", format=tarfile.USTAR_FORMAT) as file:
+        for number in range(8):
+            member = tarfile.TarInfo(f"{number}.txt")
+            member.size = 400
+            file.addfile(member, io.BytesIO(b"7" * 400))
+    content = (tmp_path / "0.tar").read_bytes()
+    (tmp_path / "0.tar").write_bytes(damage(content))
+    with pytest.raises(RequestError, match=rf"0.tar cannot be read: .*{message}"):
+        Stream(str(tmp_path))
+
+
 @pytest.mark.parametrize("form", ["gnu", "posix"])
 def test_a_file_with_holes_is_read_from_a_tar(form: str, tmp_path: Path) -> None:
     with (tmp_path / "a.bin").open("wb") as file:

@@ -4,7 +4,7 @@ import io
 import mmap
 import os
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -118,59 +118,118 @@ class Tar(Records):
     """Samples of a tar file as webdataset has them: files in a row with one name but for what follows its first dot."""
 
     def scan(self, content: Any) -> Offsets:
-        starts: list[int] = []
-        last, end, others = None, 0, ""
         if not content:
             raise BadShard("it is empty")
         try:
+            return _starts((name, begin, last) for name, begin, _, last in _plain_files(content))
+        except _OtherHeader:
+            pass
+        try:
             with tarfile.open(fileobj=content, mode="r:") as file:
-                for member in file:
-                    key, suffix = _key(member.name)
-                    if not member.isfile() or not suffix:
-                        others = others or (member.name if member.isfile() else "")
-                        continue
-                    if key != last:
-                        starts.append(member.offset)
-                    last, end = key, file.offset  # where the next one begins; of a sparse file its size is another
-        except tarfile.TarError as error:
-            raise BadShard(f"it is no tar file: {error}") from error
-        if end > len(content):
-            raise BadShard("it is cut short: a file in it goes on behind its end")
-        if others and not starts:
-            raise BadShard(f"no file in it has a suffix, which is a sample's column: the first one is '{others}'")
-        return np.array([*starts, end], dtype=np.int64)
+                found = _starts((member.name, member.offset, file.offset) for member in file if member.isfile())
+                end = file.offset
+        except (tarfile.TarError, ValueError) as error:  # the second where a file goes on behind the end
+            cut_short = isinstance(error, ValueError) or "end of data" in str(error)
+            raise BadShard(f"it is {'cut short' if cut_short else 'no tar file'}: {error}") from error
+        if content[end : end + tarfile.BLOCKSIZE].strip(b"\0"):  # for ``tarfile`` it ends there
+            raise BadShard(f"it is damaged or cut short: byte {end:,} begins no header of a file")
+        return found
 
     def row(self, number: int) -> Row:
         content = self.bytes_of(number)
+        found: Row = {}
         try:
-            return _plain_members(content) or _members(content)
-        except tarfile.TarError as error:
-            raise BadRow(f"it is no part of a tar file: {error}") from error
+            for name, _, first, last in _plain_files(content):
+                _add(found, name, content[first:last])
+        except _OtherHeader:
+            return _members(content)
+        return found
 
 
-def _plain_members(content: bytes) -> Row:
-    """Return the files in a part of a tar file; nothing where others than plain ones are in it, or something is wrong.
+def _starts(files: Iterable[tuple[str, int, int]]) -> Offsets:
+    """Return where each sample begins, and where the last one ends.
 
-    Fields of a header: POSIX.1-1988, ``ustar``. To have ``tarfile`` read it takes ten times as long.
+    Args:
+        files: their names, where their headers begin, and where they end.
     """
-    found: Row = {}
-    at = 0
+    starts: list[int] = []
+    last, end, others = None, 0, ""
+    for name, begin, end_of_file in files:
+        key, suffix = _key(name)
+        if not suffix:
+            others = others or name
+            continue
+        if key != last:
+            starts.append(begin)
+        last, end = key, _blocks(end_of_file)
+    if others and not starts:
+        raise BadShard(f"no file in it has a suffix, which is a sample's column: the first one is '{others}'")
+    return np.array([*starts, end], dtype=np.int64)
+
+
+class _OtherHeader(Exception):
+    """A header is one for ``tarfile`` to read, or is damaged."""
+
+
+def _plain_files(content: Any) -> Iterator[tuple[str, int, int, int]]:
+    """Yield the names of files in a tar file, or in a part of one, where their headers begin, and where their content.
+
+    Fields of a header: POSIX.1-2001, ``ustar`` and ``pax``, and GNU's for long names. ``tarfile`` takes ten times as
+    long.
+
+    Raises:
+        _OtherHeader: there are others than these, or something is wrong.
+    """
+    at = begin = 0
+    given: str | None = None  # name, by a header before that of the file
     while at < len(content):
         header = content[at : at + tarfile.BLOCKSIZE]
-        kind, long_name, checksum = header[156:157], header[345:346], header[148:156]
-        name = header[:100].partition(b"\0")[0]
-        size = _octal(header[124:136])
-        plain = kind == tarfile.REGTYPE and long_name == b"\0" and size >= 0
-        if not plain or sum(header) - sum(checksum) + 8 * ord(" ") != _octal(checksum):
-            return {}
-        key, suffix = _key(name.decode("utf-8", "surrogateescape"))
-        at += tarfile.BLOCKSIZE
-        if suffix:
-            _add(found, key, suffix, content[at : at + size])
-        at += -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        kind, checksum, size = header[156:157], header[148:156], _octal(header[124:136])
+        if sum(header) - sum(checksum) + 8 * ord(" ") != _octal(checksum) or size < 0 or not kind:
+            if begin < at or header.strip(b"\0"):
+                raise _OtherHeader
+            return
+        first = at + tarfile.BLOCKSIZE
+        if kind in (b"x", b"L") and begin == at:
+            inside = content[first : first + size]
+            given = _pax_name(inside) if kind == b"x" else _text(inside)
+            at = _blocks(first + size)
+            continue
+        is_file = kind in (b"0", b"\0")
+        if not is_file and kind not in (b"1", b"2", b"5"):  # links and folders
+            raise _OtherHeader
+        prefix = _text(header[345:500])
+        name = given or (f"{prefix}/{_text(header[:100])}" if prefix else _text(header[:100]))
+        at = _blocks(first + size * is_file)
         if at > len(content):
-            raise tarfile.ReadError("unexpected end of data")
-    return found
+            raise _OtherHeader
+        if is_file and not name.endswith("/"):  # else it is a folder of 1979
+            yield name, begin, first, first + size
+        begin, given = at, None
+
+
+def _pax_name(content: bytes) -> str | None:
+    """Return the name in a header of ``pax``, if one is there."""
+    name, at = None, 0
+    while at < len(content):
+        length = content[at : at + 20].partition(b" ")[0]
+        record = content[at : at + int(length)] if length.isdigit() else b""
+        key, equals, value = record.partition(b" ")[2].partition(b"=")
+        if not equals or key in (b"size", b"hdrcharset") or key.startswith(b"GNU.sparse"):
+            raise _OtherHeader
+        if key == b"path":
+            name = value.removesuffix(b"\n").decode("utf-8", "surrogateescape")
+        at += len(record)
+    return name
+
+
+def _text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+
+
+def _blocks(end: int) -> int:
+    """Return where the block ends in which something ends."""
+    return -(-end // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
 def _octal(field: bytes) -> int:
@@ -180,20 +239,24 @@ def _octal(field: bytes) -> int:
 
 
 def _members(content: bytes) -> Row:
-    """Return the same of any part, which takes some times as long."""
+    """Return the files in any part of a tar file."""
     found: Row = {}
-    with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as file:
-        for member in file:
-            key, suffix = _key(member.name)
-            if suffix and member.isfile() and (inside := file.extractfile(member)) is not None:
-                _add(found, key, suffix, inside.read())
+    try:
+        with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as file:
+            for member in file:
+                if member.isfile() and (inside := file.extractfile(member)) is not None:
+                    _add(found, member.name, inside.read())
+    except tarfile.TarError as error:
+        raise BadRow(f"it is no part of a tar file: {error}") from error
     return found
 
 
-def _add(found: Row, key: str, suffix: str, content: bytes) -> None:
+def _add(found: Row, name: str, content: bytes) -> None:
+    key, suffix = _key(name)
     if suffix in found:
         raise BadRow(f"it has two files '{key}.{suffix}'")
-    found["__key__"], found[suffix] = key, content
+    if suffix:
+        found["__key__"], found[suffix] = key, content
 
 
 def _key(name: str) -> tuple[str, str]:
