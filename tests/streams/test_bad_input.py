@@ -101,6 +101,16 @@ def test_what_is_no_such_file_is_refused_by_name(shards: Callable[..., Path]) ->
             Stream(str(folder), cache={"folder": str(folder / "cache")})
 
 
+@pytest.mark.parametrize("compression", ["gz", "zst"])
+def test_a_compressed_shard_that_is_cut_short_is_named(
+    compression: str, shards: Callable[..., Path], tmp_path: Path
+) -> None:
+    file = shards(f".jsonl.{compression}") / f"part-2.jsonl.{compression}"
+    os.truncate(file, file.stat().st_size - 3)
+    with pytest.raises(RequestError, match=r"part-2.* cannot be read: it cannot be decompressed: .*(cut short|ended)"):
+        Stream(str(file), cache={"folder": str(tmp_path / "cache")})
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -119,6 +129,16 @@ def test_files_that_are_not_what_they_are_called_are_named(
     (tmp_path / name).write_bytes(content)
     with pytest.raises(RequestError, match=rf"{name} cannot be read: .*{message}"):
         Stream(str(tmp_path))
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.Table.from_arrays([arrow.array([1]), arrow.array([2])], names=["a", "a"])
+    parquet.write_table(table, tmp_path / "0.parquet")
+    (tmp_path / "0.csv").write_text("a,a\n1,2\n")
+    for name in ("0.parquet", "0.csv"):
+        with pytest.raises(RequestError, match=rf"{name} cannot be read: it has two columns 'a'"):
+            Stream(str(tmp_path / name))
 
 
 def test_files_of_a_tar_that_are_no_columns_are_named(tmp_path: Path) -> None:

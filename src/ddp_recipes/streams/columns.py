@@ -119,9 +119,15 @@ class Arrow:
 
 
 def _columns(schema: Any) -> dict[str, str]:
-    """Return names and types of columns; of types that only a library knows, once it is loaded, those below them."""
+    """Return names and types of columns; of types that only a library knows, once it is loaded, those below them.
+
+    Raises:
+        BadShard: two have one name.
+    """
     extension = needed("pyarrow").ExtensionType
     types = {field.name: field.type for field in schema}
+    if twice := [name for name in types if schema.names.count(name) > 1]:
+        raise BadShard(f"it has two columns '{twice[0]}'")
     return {name: str(kind.storage_type if isinstance(kind, extension) else kind) for name, kind in types.items()}
 
 

@@ -63,16 +63,30 @@ def decompressed(source: Any, suffix: str) -> Iterator[bytes]:
     import gzip
     import zlib
 
-    if suffix == ".gz":
-        reader: Any = gzip.GzipFile(fileobj=source, mode="rb")
-        damaged: Any = (OSError, EOFError, zlib.error)
-    else:
-        zstandard = needed("zstandard")
-        reader = zstandard.ZstdDecompressor().stream_reader(source, read_across_frames=True)
-        damaged = zstandard.ZstdError
+    if suffix == ".zst":
+        yield from _of_zstandard(source)
+        return
     try:
-        with reader:
+        with gzip.GzipFile(fileobj=source, mode="rb") as reader:
             while chunk := reader.read(1 << 20):
                 yield chunk
-    except damaged as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise BadShard(f"it cannot be decompressed: {error}") from error
+
+
+def _of_zstandard(source: Any) -> Iterator[bytes]:
+    """Yield the content of frames, one after the other. The library's own reader takes a cut for the end."""
+    zstandard = needed("zstandard")
+    frame = None
+    try:
+        while content := source.read(1 << 16):
+            while content:
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                yield frame.decompress(content)
+                content = frame.unused_data
+                if frame.eof:
+                    frame = None
+    except zstandard.ZstdError as error:
+        raise BadShard(f"it cannot be decompressed: {error}") from error
+    if frame is not None:
+        raise BadShard("it cannot be decompressed: it is cut short")
