@@ -72,7 +72,7 @@ class Answer(SimpleHTTPRequestHandler):
             super().do_GET()
         elif fault == "hangs":
             self.server.over.wait(60)
-        elif fault in ("403", "500"):
+        elif fault in ("403", "429", "500"):
             self.send_error(int(fault))
         else:
             content = (Path(self.directory) / name).read_bytes()
@@ -84,6 +84,12 @@ class Answer(SimpleHTTPRequestHandler):
                 self.wfile.flush()
                 self.server.over.wait(60)
         self.close_connection = True
+
+    def do_HEAD(self) -> None:
+        if "429" in "".join(self.server.faults.get(self.path.rpartition("/")[2], [])):
+            self.send_error(429)
+        else:
+            super().do_HEAD()
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -152,6 +158,17 @@ def test_a_shard_is_read_where_a_store_does_not_say_what_it_has(store: Store, tm
         stream_of(store, tmp_path / "cache", "/part-7.parquet")
     with pytest.raises(RequestError, match=r"cannot be had: it is missing: the store has no http.*part-4.parquet"):
         stream_of(store, tmp_path / "cache", "/part-{0..4}.parquet")
+
+
+def test_a_store_that_is_busy_when_it_is_asked_for_a_size_is_asked_again(store: Store, tmp_path: Path) -> None:
+    """For fsspec such a file is missing."""
+    write_shards(tmp_path / "set.parquet" / "more", ".jsonl", ROWS, (0, 61))
+    store.faults = {"part-0.jsonl": ["429"]}
+    assert len(stream_of(store, tmp_path / "cache", "/more")) == 61
+    store.faults = {"part-0.jsonl": ["always 429"]}
+    for path in ("/more", "/more/part-0.jsonl"):
+        with pytest.raises(RequestError, match=r"ClientResponseError: 429, .* \(2 tries, data.cache.retries=1\)"):
+            stream_of(store, tmp_path / "other", path)
 
 
 def test_a_set_without_an_index_is_the_one_that_the_store_has_now(store: Store, tmp_path: Path) -> None:

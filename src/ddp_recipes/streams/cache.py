@@ -300,13 +300,14 @@ class Cache:
         for left in reversed(range(self.retries + 1)):
             try:
                 return attempt()
-            except FileNotFoundError as error:
-                raise BadShard(f"it is missing: the store has no {error.filename or path}") from error
             except PermissionError as error:
                 raise BadShard(f"the store refuses it: {error}") from error
             except RequestError:
                 raise
-            except Exception as error:
+            except Exception as raised:
+                error = _met(raised)
+                if isinstance(error, FileNotFoundError):
+                    raise BadShard(f"it is missing: the store has no {error.filename or path}") from error
                 if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 if not left:
@@ -316,6 +317,15 @@ class Cache:
             time.sleep(wait)
             wait *= 2
         raise AssertionError
+
+
+def _met(error: Exception) -> BaseException:
+    """Return what a store met: to fsspec's of http a file whose size it cannot have is missing, whatever the reason."""
+    cause: BaseException = error
+    while isinstance(cause, FileNotFoundError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    of_http = type(cause).__module__.startswith("aiohttp") and getattr(cause, "status", None) not in (404, 410)
+    return cause if of_http else error
 
 
 class _Wrong(Exception):
