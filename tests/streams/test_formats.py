@@ -373,6 +373,8 @@ def test_a_pattern_means_what_it_means_to_a_shell(shards: Callable[..., Path]) -
     rows |= {"{more,less}/part-*.jsonl": 3}
     assert {pattern: len(Stream(f"{folder}/{pattern}", inputs="a")) for pattern in rows} == rows
     (folder / "part-[x].jsonl").unlink()
+    write_shards(folder.parent / "set [1]" / "more", ".jsonl", ROWS[:3], (0, 3))
+    assert len(Stream(f"{folder.parent}/set [1]/*/part-{{0..0}}.jsonl")) == 3, "a folder is meant that has that name"
     make(str(folder), Cache(folder / ".cache"), 1, lambda done, total: None)
     assert len(Stream(f"{folder}/part-{{0..2}}.jsonl", inputs="a")) == 40
     for pattern, missing in {"part-{1..9}.jsonl": r"shard part-4\.jsonl", "x*": "such shard"}.items():

@@ -102,11 +102,23 @@ def test_a_set_of_a_small_weight_comes_no_more_often_than_that() -> None:
 
 
 @pytest.mark.parametrize(
-    "weights", [{"a": 1.0}, {"a": 1.0, "b": 0.0}, {"a": 1.0, "b": float("nan")}, {"a": 1.0, "b": 1.0, "c": 1.0}]
+    "weights",
+    [
+        {"a": 1.0},
+        {"a": 1.0, "b": 0.0},
+        {"a": 1.0, "b": float("nan")},
+        {"a": 1.0, "b": "1"},
+        {"a": 1.0, "b": 1.0, "c": 1.0},
+    ],
 )
 def test_weights_that_do_not_fit_are_refused(weights: dict[str, float]) -> None:
     with pytest.raises(RequestError, match="Give each set a weight above 0, and only these"):
         Mixture({"a": range(3), "b": range(3)}, weights)
+    for sources in ([range(3)], {"a": range(3)}):
+        with pytest.raises(
+            RequestError, match=r"data.source(s|_weights)=\[.*Allowed: names of sets, each with its own"
+        ):
+            Mixture(sources, [*weights.values()])  # type: ignore[arg-type]
     for name, value in (("num_samples", -5), ("num_samples", 0), ("num_samples", 2.5), ("block", 0)):
         with pytest.raises(RequestError, match=rf"data\.{name}={value} is not allowed. Allowed: a whole number"):
             Mixture({"a": range(3)}, **{name: value})  # type: ignore[arg-type]

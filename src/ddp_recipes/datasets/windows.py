@@ -87,6 +87,8 @@ def text(path: str | None, context: int, split: str, val_fraction: float = 0.1) 
     Raises:
         RequestError: there is nothing at ``path``, or no window in a part.
     """
+    if not 0 <= val_fraction <= 1:
+        raise RequestError(f"data.val_fraction={val_fraction} is no fraction. Allowed: from 0 to 1, such as 0.1.")
     texts = [_python_topics()] if path is None else [_mapped(file) for file in _files(Path(path).expanduser())]
     starts = [len(each) - int(len(each) * val_fraction) for each in texts]
     parts = [each[:at] if split == "train" else each[at:] for each, at in zip(texts, starts, strict=True)]

@@ -304,15 +304,15 @@ class Cache:
                 raise BadShard(f"the store refuses it: {error}") from error
             except RequestError:
                 raise
-            except Exception as raised:
-                error = _met(raised)
-                if isinstance(error, FileNotFoundError):
-                    raise BadShard(f"it is missing: the store has no {error.filename or path}") from error
-                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            except Exception as error:
+                met = _met(error)
+                if isinstance(met, FileNotFoundError):
+                    raise BadShard(f"it is missing: the store has no {met.filename or path}") from error
+                if isinstance(met, OSError) and met.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 if not left:
                     tries = f"{self.retries + 1} tries" if self.retries else "one try"
-                    shown = f"{type(error).__name__}: {error}" if not isinstance(error, _Wrong) else str(error)
+                    shown = f"{type(met).__name__}: {met}" if not isinstance(met, _Wrong) else str(met)
                     raise BadShard(f"{shown.rstrip('.')} ({tries}, data.cache.retries={self.retries})") from error
             time.sleep(wait)
             wait *= 2

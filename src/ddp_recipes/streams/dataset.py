@@ -1,7 +1,6 @@
 """A set in shards as a map-style data set: samples by their number, read where they lie."""
 
 import logging
-import math
 import os
 import threading
 from collections import OrderedDict
@@ -15,7 +14,7 @@ from typing import Annotated, Any
 
 from torch.utils.data import Dataset
 
-from ddp_recipes.config.keys import Count, Natural, Range, require
+from ddp_recipes.config.keys import Count, Fraction, Natural, Range, require
 from ddp_recipes.data.keyed import skip
 from ddp_recipes.data.order import BatchPlan, Order, Sequential
 from ddp_recipes.datasets.transforms import Transforms, in_order
@@ -87,8 +86,13 @@ class Stream(Dataset[Any]):
             raise not_one_of("data.on_error", on_error, ("raise", "skip"))
         for name, value in {"window": window, "interleave": interleave}.items():
             require(f"data.{name}", value, Count)
-        if not 0 <= memory_mb < math.inf:
-            raise RequestError(f"data.memory_mb={memory_mb} is not allowed. Allowed: a number at least 0.")
+        require("data.memory_mb", memory_mb, Annotated[float, Range(0)])
+        require("data.val_fraction", val_fraction, Fraction)
+        if not isinstance(path, (str, os.PathLike)):
+            raise RequestError(
+                f"data.path={path} is no path. Allowed: one folder, shard or pattern, such as {{a,b}}/*.tar; several "
+                f"sets are a mixture (data=mixture)."
+            )
         if options is not None and not isinstance(options, Mapping):
             raise RequestError(f"data.options={options} is not allowed. Allowed: options by name, as {{anon: true}}.")
         if val_path is not None:
@@ -97,7 +101,7 @@ class Stream(Dataset[Any]):
         self.cache.clean()
         self.index = load(str(path), self.cache)
         self.window, self.interleave, self.on_error = window, interleave, on_error
-        self.memory = round(memory_mb * 1e6)
+        self.memory = round(min(memory_mb, 1e9) * 1e6)
         self._range = _rows_of(split, sum(self.index.rows), val_fraction, str(path))
         self._ends = list(accumulate(self.index.rows))
         self.decoder = Decoder(inputs, targets, None if transform is None else in_order(transform), image_size)

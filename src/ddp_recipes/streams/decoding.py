@@ -89,6 +89,10 @@ class Decoder:
 
 
 def _names(given: Names) -> Any:
+    if given is not None and not isinstance(given, (str, Sequence)):
+        raise RequestError(
+            f"data.inputs or data.targets is {given}. Allowed: a column's name, a list of names, or null."
+        )
     return given if given is None or isinstance(given, str) else tuple(given)
 
 

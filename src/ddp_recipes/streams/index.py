@@ -164,8 +164,10 @@ def located(path: str) -> tuple[str, Chosen]:
     bare = without_query(path)
     query = path.removeprefix(bare)
     paths = [each.split("/") for each in expanded(bare)]
-    alike = takewhile(lambda parts: len({*parts}) == 1 and not is_pattern(parts[0]), zip(*paths, strict=False))
-    first = min(sum(1 for _ in alike), *(len(parts) - 1 for parts in paths))
+    alike = sum(1 for _ in takewhile(lambda parts: len({*parts}) == 1, zip(*paths, strict=False)))
+    first = min(alike, *(len(parts) - 1 for parts in paths))
+    while any(map(is_pattern, paths[0][:first])) and (is_remote(bare) or not Path("/".join(paths[0][:first])).is_dir()):
+        first -= 1  # a folder may have letters of patterns in its name
     if len(paths) == 1 and format_of(paths[0][-1]) is None and first == len(paths[0]) - 1 and not is_pattern(bare):
         return path, ALL
     names = ["/".join(parts[first:]) for parts in paths]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -106,18 +107,21 @@ class Mixture(Dataset[Any]):
         if num_samples is not None:
             require("data.num_samples", num_samples, Count)
         require("data.block", block, Count)
+        for name, given in {"sources": sources, "source_weights": weights or {}}.items():
+            if not isinstance(given, Mapping):
+                raise RequestError(f"data.{name}={given} is not allowed. Allowed: names of sets, each with its own.")
         self.names, self.sources = [*sources], [*sources.values()]
         self._sizes = [size_of(source) for source in self.sources]
         self._ends = [*accumulate(self._sizes)]
-        given = dict(zip(self.names, self._sizes, strict=True)) if not weights else dict(weights)
-        fits = all(0 < weight < math.inf for weight in given.values())
-        if not sources or given.keys() != {*self.names} or not fits:
+        shares = dict(zip(self.names, self._sizes, strict=True)) if not weights else dict(weights)
+        fits = all(isinstance(each, Real) and 0 < each < math.inf for each in shares.values())
+        if not sources or shares.keys() != {*self.names} or not fits:
             raise RequestError(
-                f"data.source_weights={given} does not fit data.sources: {', '.join(self.names) or 'none'}, of "
+                f"data.source_weights={shares} does not fit data.sources: {', '.join(self.names) or 'none'}, of "
                 f"{self._sizes} samples. Give each set a weight above 0, and only these."
             )
-        least = min(_LONGEST, math.ceil(sum(given.values()) / min(given.values())))  # places, for each to have one
-        self.shares = _shares([given[name] for name in self.names], max(block, least))
+        least = min(_LONGEST, math.ceil(sum(shares.values()) / min(shares.values())))  # places, for each to have one
+        self.shares = _shares([shares[name] for name in self.names], max(block, least))
         self.num_samples = len(self) if num_samples is None else num_samples
         for name, source in zip(self.names, self.sources, strict=True):
             if order_of(source, 0, True).repeats:
