@@ -349,6 +349,14 @@ def test_parts_of_a_set_are_rows_of_it(shards: Callable[..., Path]) -> None:
     assert len(order) == len(val) == 30
 
 
+def test_what_a_job_that_writes_a_set_has_beside_it_is_none_of_it(shards: Callable[..., Path]) -> None:
+    folder = shards(".jsonl")
+    for name in ("_temporary/0/part-0.jsonl", ".part-0.jsonl.crc", "_SUCCESS"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((folder / "part-0.jsonl").read_bytes())
+    assert len(Stream(str(folder))) == 61
+
+
 def test_links_to_folders_and_shards_are_followed(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

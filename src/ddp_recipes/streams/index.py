@@ -239,7 +239,8 @@ def listed(root: str, cache: Cache, chosen: Chosen = ALL) -> dict[str, int]:
                     f"data.path={file}: there is no file {file.absolute()}. Give a shard, or their folder."
                 )
             sizes[name] = file.stat().st_size
-    hidden = {name for name in sizes if any(part.startswith(".") for part in name.split("/"))}
+    # Names with a dot, and what a job of Spark has not finished, or has left.
+    hidden = {name for name in sizes if any(part[0] == "." or part == "_temporary" for part in name.split("/") if part)}
     return {name: sizes[name] for name in sorted({*sizes} - hidden) if format_of(name) and name in chosen}
 
 
