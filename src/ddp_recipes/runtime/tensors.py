@@ -9,8 +9,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
-from omegaconf import Container, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from torch import Tensor, nn
 
 from ddp_recipes._compat.torch_ import bytes_of, storage_key
@@ -202,7 +200,7 @@ def plain(value: Any, name: str = "") -> Any:
     if isinstance(value, (list, tuple)):
         items = (plain(inside, below(name, number)) for number, inside in enumerate(value))
         return list(items) if isinstance(value, list) else tuple(items)
-    if isinstance(value, Container):
+    if _is_config(value):
         return plain(contents(value), name)
     if isinstance(value, np.generic):
         return plain(value.item(), name)
@@ -219,12 +217,19 @@ def plain(value: Any, name: str = "") -> Any:
 
 def contents(config: Any) -> Any:
     """Return what a part of a config holds, as it is written where what it refers to is not there; all else as is."""
-    if not isinstance(config, Container):
+    if not _is_config(config):
         return config
+    from omegaconf import OmegaConf  # takes 30 ms, and streams that are read by themselves need none of it
+    from omegaconf.errors import OmegaConfBaseException
+
     try:
         return OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException:
         return OmegaConf.to_container(config)
+
+
+def _is_config(value: Any) -> bool:
+    return type(value).__module__.startswith("omegaconf.")
 
 
 def below(name: str, key: object) -> str:
