@@ -97,6 +97,8 @@ EXPLAINED = [
         "hydra.sweeper.params.seed=1",
         "params.seed=1: hydra.sweeper.params is null, and Hydra puts no keys into it.",
     ),
+    ("++trianer.max_epochs=3", "++trianer.max_epochs=3: there is no key trianer, and nothing refers to it"),
+    ("+scheduler@warmup=cosine", "+scheduler@warmup=cosine: there is no key warmup, and nothing refers to it"),
     ("hydra.run.dir=/dev/null/x", "/dev/null/x cannot be the run directory: Not a directory."),
 ]
 
@@ -142,6 +144,22 @@ def test_a_choice_that_is_added_to_that_of_a_primary_config_is_explained(here: P
 def test_a_yaml_that_is_wrong_is_named(text: str, message: str, here: Path) -> None:
     write(here / "conf" / "model" / "own.yaml", text)
     assert message in message_of("--config-dir", "conf", "model=own")
+
+
+def test_a_section_of_a_yaml_that_is_written_almost_like_ours_is_refused(here: Path) -> None:
+    write(here / "conf" / "own.yaml", "defaults: [train, _self_]\ncallback: {ema: {decay: 0.9}}\n")
+    refused = "callback: there is no key callback, and nothing refers to it, so it would do nothing. Did you mean"
+    assert refused in message_of("--config-dir", "conf", "--config-name", "own")
+
+
+def test_a_group_of_ones_own_may_be_added_and_what_a_resolver_reads(here: Path) -> None:
+    write(here / "conf" / "variant" / "short.yaml", "# @package _global_\ntrainer: {max_steps: 1}\n")
+    write(here / "conf" / "paths" / "own.yaml", "root: here\n")
+    added = ["+variant=short", "+paths=own", "+width=3", "model.hidden_features=${oc.select:width,5}"]
+    summary = ddp_recipes.run(["--config-dir", "conf", *QUICK, *added])
+    assert summary["global_step"] == 1
+    jobs = ddp_recipes.run(["--config-dir", "conf", *QUICK, "-m", "+variant=glob(*)", "+width=1,2", *added[3:]])
+    assert [job["global_step"] for job in jobs] == [1, 1]
 
 
 def test_a_name_that_a_sweeper_of_a_yaml_is_to_change_is_looked_up_there(here: Path) -> None:

@@ -117,7 +117,7 @@ def compose(hydra: Hydra, config_name: str, overrides: Sequence[str], mode: RunM
         single = mode is RunMode.RUN
         config = hydra.compose_config(config_name, list(overrides), mode, validate_sweep_overrides=single)
         parse_keys(SweepSettings, "sweep", config.get("sweep") or {})
-        refuse_unused(config, overrides)
+        refuse_unused(config, overrides, hydra)
         kinds.check_hydra(config)
         return config
 

@@ -10,6 +10,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes._compat.hydra_ import Hydra
+from ddp_recipes.config.request import GROUPS
 from ddp_recipes.config.settings import DataSettings, RunSettings
 from ddp_recipes.errors import RequestError, nearest
 
@@ -59,12 +60,13 @@ def quoted(text: str) -> str:
 
 
 OUTSIDE_GROUPS = ("experiment", "debug")  # whose options are merged into all of the config
+_SECTIONS = ("callbacks", "cluster", "hydra", "resume", "sweep")  # besides those that a run cannot do without
 _OF_DATA = ("root", "download", "datamodule", "in_features", "out_features", "train", "val", "test", "predict")
 _OF_DATA_LOADER = ("worker_init_fn", "generator")
 
 
-def refuse_unused(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse a key of ``data`` that is none of ours and that nothing refers to.
+def refuse_unused(config: DictConfig, overrides: Sequence[str], hydra: Hydra) -> None:
+    """Refuse a key of ``data``, or one beside the sections, that is none of ours and that nothing refers to.
 
     Of those in a yaml the ones that were meant to do something: objects, arguments of torch's ``DataLoader``, what
     differs from a key by a letter or two. Others may describe the data, for one model or another.
@@ -85,13 +87,13 @@ def refuse_unused(config: DictConfig, overrides: Sequence[str]) -> None:
         match = re.match(r"\+{1,2}data\.(\w+)=", override)
         if match and not OmegaConf.is_config(OmegaConf.select(config, f"data.{match[1]}")):
             suspects[match[1]] = override
-    _refuse_unread(config, overrides)
+    _refuse_unread(config, overrides, hydra)
     text = ""
     for name, given in suspects.items():
         if name in known:
             continue
         text = text or OmegaConf.to_yaml(config)
-        if not re.search(rf"\$\{{(data|\.+)\.?{name}\b", text):
+        if not _is_read(rf"(data|\.+)\.?{name}", text):
             raise RequestError(
                 f"{given}: data.{name} is no key of data, and nothing refers to it, so it would do nothing. Keys: "
                 f"{', '.join(known)}; arguments of a data set go to it, as in +data.train.{name}=…."
@@ -99,15 +101,38 @@ def refuse_unused(config: DictConfig, overrides: Sequence[str]) -> None:
             )
 
 
-def _refuse_unread(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse a key beside the sections that an override adds, and that neither we nor the config read."""
-    known = {*(each.name for each in fields(RunSettings)), *OUTSIDE_GROUPS}
+def _refuse_unread(config: DictConfig, overrides: Sequence[str], hydra: Hydra) -> None:
+    """Refuse a key or a section beside ours that neither we nor the config read.
+
+    One that an override adds, unless by an option of a group of the user's own; of those in a yaml one that differs
+    from ours by a letter or two.
+    """
+    known = {*(each.name for each in fields(RunSettings)), *OUTSIDE_GROUPS, *GROUPS, *_SECTIONS}
+    suspects = {str(name): str(name) for name in config if get_close_matches(str(name), known, 1, 0.8)}
     for override in overrides:
-        match = re.match(r"\+{1,2}([\w-]+)=", override)
-        if match is None or match[1] in known or OmegaConf.is_config(OmegaConf.select(config, match[1])):
+        key = override.partition("=")[0].lstrip("+")
+        group, _, package = key.partition("@")
+        if override.startswith("+") and (group in GROUPS or not _is_choice(key, config, hydra)):
+            suspects[re.split("[./]", package or group)[0]] = override
+    text = ""
+    for name, given in suspects.items():
+        if name in known or name == "_global_":
             continue
-        if not re.search(rf"\$\{{\.*{match[1]}\b", OmegaConf.to_yaml(config)):
+        text = text or OmegaConf.to_yaml(config)
+        if not _is_read(rf"\.*{re.escape(name)}", text):
             raise RequestError(
-                f"{override}: there is no key {match[1]}, and nothing refers to it, so it would do nothing."
-                f"{nearest(match[1], known)}"
+                f"{given}: there is no key {name}, and nothing refers to it, so it would do nothing."
+                f"{nearest(name, get_close_matches(name, known, 1, 0.8))}"
             )
+
+
+def _is_choice(key: str, config: DictConfig, hydra: Hydra) -> bool:
+    """Whether an override that adds this chooses an option of a group, which its yaml may merge into any section."""
+    if key in config.hydra.runtime.choices or hydra.config_loader.get_group_options(key.partition("@")[0]):
+        return True
+    return bool(config.hydra.searchpath) and re.split("[.@/]", key)[0] not in config  # options there, swept over
+
+
+def _is_read(pattern: str, text: str) -> bool:
+    """Whether an interpolation in a yaml's text reads what is written like this, by itself or through a resolver."""
+    return re.search(rf"\$\{{(.*[:, ])?{pattern}\b", text) is not None
