@@ -339,6 +339,14 @@ if __name__ == "__main__":
 """
 
 
+SEEDED = """\
+import ddp_recipes.datasets
+
+def seeded(seed, **sizes):
+    return ddp_recipes.datasets.random_regression(seed=seed + 1, **sizes)
+"""
+
+
 @pytest.mark.slow
 def test_numbers_of_the_environment_reach_what_takes_numbers(here: Path, python: str) -> None:
     numbers = ["seed=${oc.env:TASK}", "optimizer.lr=${oc.env:RATE}", "data.num_samples=${oc.env:SAMPLES}"]
@@ -351,6 +359,14 @@ def test_numbers_of_the_environment_reach_what_takes_numbers(here: Path, python:
     summary = json.loads((here / "a run" / "1" / "summary.json").read_text())
     assert summary["metrics"]["train/lr"] == 0.25
     assert "tensorboard --logdir 'a run/1'" in done.stdout
+
+
+def test_what_follows_a_number_of_the_environment_is_that_number(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TASK", "3")
+    monkeypatch.syspath_prepend(here)
+    write(here / "own_seeded.py", SEEDED)
+    data = ["data.train._target_=own_seeded.seeded", "data.val._target_=own_seeded.seeded"]
+    assert ddp_recipes.run([*QUICK, "seed=${oc.env:TASK}", *data])["status"] == "finished"
 
 
 @pytest.mark.slow

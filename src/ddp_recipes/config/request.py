@@ -162,6 +162,21 @@ def resolve(config: DictConfig) -> dict[str, Any]:
     if missing := [key for key, value in given if value == "???"]:
         them = "it" if len(missing) == 1 else "them"
         raise RequestError(f"{', '.join(missing)} must be given: this choice has no default for {them}.")
+    plain = _plain(config)
+    found = _of_environment(RunSettings, plain)
+    for name, settings in SECTIONS.items():
+        if isinstance(plain.get(name), dict) and (inside := _of_environment(settings, plain[name])):
+            found[name] = inside
+    return _plain(OmegaConf.merge(config, found)) if found else plain  # what follows these keys has their values, too
+
+
+def _of_environment(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those values of a section that come from the environment, by their keys' types."""
+    found = of_environment(get_type_hints(settings, include_extras=True), values)
+    return {name: value for name, value in found.items() if value is not values[name]}
+
+
+def _plain(config: Any) -> dict[str, Any]:
     with _environment_kept():
         try:
             plain = _with_texts(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
@@ -175,11 +190,7 @@ def resolve(config: DictConfig) -> dict[str, Any]:
             raise RequestError(
                 f"{key} is of the type {type(value).__name__}. Allowed: texts, numbers, true, false, null."
             )
-    for name, settings in SECTIONS.items():
-        if isinstance(plain.get(name), dict):
-            plain[name] = of_environment(get_type_hints(settings, include_extras=True), plain[name])
-    hints = get_type_hints(RunSettings, include_extras=True)
-    return of_environment(hints, {str(name): value for name, value in plain.items()})
+    return {str(name): value for name, value in plain.items()}
 
 
 def _with_texts(value: Any) -> Any:
