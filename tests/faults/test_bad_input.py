@@ -3,6 +3,7 @@
 import os
 import pickle
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,14 @@ def test_what_only_a_rank_can_see_is_refused_alike(case: str, here: Path, capfd:
 def test_two_ranks_refuse_with_one_voice(case: str, folder: Path, python: str) -> None:
     overrides, parts = REFUSED_BY_A_RANK[case]
     refused(python, folder, TWO, *overrides, parts=parts)
+
+
+@pytest.mark.spawn
+@pytest.mark.slow
+def test_a_level_of_debugging_that_torch_crashes_of_is_refused(folder: Path) -> None:
+    parts = ["TORCH_DISTRIBUTED_DEBUG=DETAIL", "over gloo by SIGSEGV", "INFO", "strategy=ddp_exact"]
+    environ = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # read as torch is loaded, by a process of this run's own
+    refused(sys.executable, folder, *SHORT, TWO, parts=parts, environ=environ)
 
 
 @pytest.mark.spawn

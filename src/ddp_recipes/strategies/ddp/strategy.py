@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -67,9 +68,17 @@ class DDP(Whole, Group):
         """Wrap the task. ``device_ids`` stays ``None``: batches are in place already, and a replica may span devices.
 
         One replica without a hook has nothing to exchange, and runs bare.
+
+        Raises:
+            RequestError: torch would end this process.
         """
         if self.world.world_size == 1 and self.settings.comm_hook is None:
             return cast(Wrapped, task)
+        if dist.get_debug_level() == dist.DebugLevel.DETAIL and not self.silent:  # it takes torch's wrapper for gloo
+            raise RequestError(
+                "TORCH_DISTRIBUTED_DEBUG=DETAIL ends torch's DistributedDataParallel over gloo by SIGSEGV. Set it to "
+                "INFO, or choose strategy=ddp_exact, which goes with it."
+            )
         if self.settings.sync_batchnorm and batch_norms(task):
             task.model = nn.SyncBatchNorm.convert_sync_batchnorm(task.model)  # type: ignore[no-untyped-call]
         options = {name: value for name, value in self.options.items() if name not in _SEND_BUFFERS}
