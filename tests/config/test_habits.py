@@ -99,6 +99,8 @@ EXPLAINED = [
     ),
     ("++trianer.max_epochs=3", "++trianer.max_epochs=3: there is no key trianer, and nothing refers to it"),
     ("+scheduler@warmup=cosine", "+scheduler@warmup=cosine: there is no key warmup, and nothing refers to it"),
+    ("--resolve", "--resolve is about what --cfg shows, and there is no --cfg, as in --cfg job --resolve."),
+    ("--package=model", "--package is about what --cfg shows"),
     ("hydra.run.dir=/dev/null/x", "/dev/null/x cannot be the run directory: Not a directory."),
 ]
 

@@ -38,7 +38,11 @@ Task = Callable[[DictConfig], float | None]
 
 
 def parse(argv: Sequence[str]) -> tuple[ArgumentParser, Namespace]:
-    """Parse a command line as Hydra does; where it asks for the version, print ours and exit."""
+    """Parse a command line as Hydra does; where it asks for the version, print ours and exit.
+
+    Raises:
+        RequestError: a flag would do nothing.
+    """
     parser = get_args_parser()
     if "--version" in argv:
         print(f"ddp_recipes {__version__}, torch {version('torch')}, Hydra {version('hydra-core')}")
@@ -49,6 +53,10 @@ def parse(argv: Sequence[str]) -> tuple[ArgumentParser, Namespace]:
             "--experimental-rerun takes what Hydra pickled, and there is nothing. To run a config again, leave it to "
             "ddp_recipes.run(OmegaConf.load('outputs/…/config.yaml'))."
         )
+    about_cfg = ("--resolve", args.resolve, args.cfg or args.help), ("--package", args.package, args.cfg)
+    for flag, given, shows in about_cfg:
+        if given and not shows:
+            raise RequestError(f"{flag} is about what --cfg shows, and there is no --cfg, as in --cfg job {flag}.")
     args.overrides = spelled_out(args.overrides)
     return parser, args
 
