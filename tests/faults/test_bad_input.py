@@ -238,6 +238,13 @@ def test_a_level_of_debugging_that_torch_crashes_of_is_refused(folder: Path) -> 
 
 
 @pytest.mark.spawn
+@pytest.mark.slow
+def test_a_number_of_threads_that_is_none_is_left_to_torch(folder: Path) -> None:
+    ended = ran(folder, *SHORT, TWO, command=[sys.executable], environ={"OMP_NUM_THREADS": "0"})
+    assert ended.status == 0, ended.err  # OpenMP says of it that it is none
+
+
+@pytest.mark.spawn
 def test_fewer_samples_than_replicas_are_refused(folder: Path, python: str) -> None:
     parts = ["data.global_batch_size=1", "2 replicas", "at least 2"]
     refused(python, folder, TWO, "data.global_batch_size=1", parts=parts)

@@ -139,6 +139,12 @@ def test_a_first_host_without_an_address_is_refused() -> None:
         environment.join({**STEP, "SLURM_STEP_NODELIST": "no-such-host.invalid"})
 
 
+@pytest.mark.parametrize("port", ["99999", "0", "http", "-1"])
+def test_a_port_that_is_none_is_refused(port: str) -> None:
+    with pytest.raises(RequestError, match=rf"^MASTER_PORT={port} is no port\. Set one that is free"):
+        environment.join({**OPEN_MPI, **ADDRESS, "MASTER_PORT": port})
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

@@ -33,7 +33,8 @@ def join(environ: MutableMapping[str, str]) -> World | None:
     Torchrun's variables are set in ``environ`` where they were not.
 
     Raises:
-        RequestError: the variables are incomplete or contradict each other, or the first host has no address.
+        RequestError: the variables are incomplete or contradict each other, the first host has no address, or there is
+            no such port.
     """
     variables = translate(environ)
     if variables is None:
@@ -42,6 +43,7 @@ def join(environ: MutableMapping[str, str]) -> World | None:
     world = World.from_env(environ)
     if world.world_size > 1:
         _refuse_unknown_host(environ["MASTER_ADDR"])
+        _refuse_unknown_port(environ["MASTER_PORT"])
     return world
 
 
@@ -102,6 +104,12 @@ def _refuse_unknown_host(host: str) -> None:
             f"The host of rank 0, MASTER_ADDR={host}, has no address here: {error.strerror}. Set MASTER_ADDR to a name "
             f"or an IP address under which every node reaches it."
         ) from None
+
+
+def _refuse_unknown_port(port: str) -> None:
+    """Refuse what is no port, which torch would take for a call of its own that is wrong."""
+    if not (port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise RequestError(f"MASTER_PORT={port} is no port. Set one that is free on rank 0's host: 1 to 65535.")
 
 
 KEY_VARIABLE = "DDP_RECIPES_KEY"

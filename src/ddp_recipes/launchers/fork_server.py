@@ -248,7 +248,8 @@ def _become_rank(request: int, out: int, err: int, *arguments: int) -> NoReturn:
     os.environ.update(values["environ"])
     sys.path[:] = values["path"]
     os.chdir(values["folder"])
-    with suppress(ImportError, ValueError):  # it is met again, and reported, when the rank runs
+    # What torch fails of is met again, and reported, when the rank runs; a number that is none torch leaves alone.
+    with suppress(ImportError, ValueError, RuntimeError):
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
