@@ -331,9 +331,10 @@ def test_the_directory_of_a_sweep_is_refused_with_its_runs(here: Path, first_run
     refused_here(here, *SHORT, "ckpt_path=sweep", parts=["ckpt_path=sweep holds several runs", "them: sweep/0."])
 
 
-def test_an_empty_folder_is_refused_as_a_checkpoint(here: Path) -> None:
+@pytest.mark.parametrize("key", ["ckpt_path", "weights_from"])
+def test_an_empty_folder_is_refused_as_a_checkpoint(key: str, here: Path) -> None:
     (here / "empty").mkdir()
-    refused_here(here, *SHORT, "ckpt_path=empty", parts=["ckpt_path=empty is a folder without a checkpoint"])
+    refused_here(here, *SHORT, f"{key}={here}/empty", parts=[f"{key}={here}/empty is a folder without a checkpoint"])
 
 
 @pytest.mark.spawn

@@ -185,11 +185,12 @@ def load_first(paths: Sequence[Path], verify: Verify = verify_here, readers: int
     return path, state, [f"{bad} is damaged: {error.reason}. {path} is used instead." for bad, error in damaged.items()]
 
 
-def find(ckpt_path: str | None, run_directory: Path) -> list[Path]:
+def find(ckpt_path: str | None, run_directory: Path, key: str = "ckpt_path") -> list[Path]:
     """Return the files that ``ckpt_path`` stands for, the one to read first; none where a run starts afresh.
 
     Args:
         ckpt_path: ``last``, ``best``, ``auto`` (last if there is one), a file, or a run directory.
+        key: of the config, that gives it.
 
     Raises:
         RequestError: there is no such checkpoint.
@@ -204,7 +205,7 @@ def find(ckpt_path: str | None, run_directory: Path) -> list[Path]:
         return found
     path = named(folder, BEST) if ckpt_path == "best" else Path(ckpt_path).expanduser().absolute()
     if os.path.isdir(path):  # also where the name is too long to be looked at
-        return _in_directory(ckpt_path, path)
+        return _in_directory(f"{key}={ckpt_path}", ckpt_path, path)
     if not os.path.isfile(path):
         raise RequestError(
             f"ckpt_path={ckpt_path}: there is no {path}. Allowed: last, best, auto, a checkpoint file, or a "
@@ -213,17 +214,17 @@ def find(ckpt_path: str | None, run_directory: Path) -> list[Path]:
     return [path]
 
 
-def _in_directory(ckpt_path: str, path: Path) -> list[Path]:
+def _in_directory(given: str, ckpt_path: str, path: Path) -> list[Path]:
     """Return the checkpoints of a run directory, or of its ``checkpoints``."""
     if found := newest_first(path / "checkpoints") or newest_first(path):
         return found
     if jobs := sorted(inside.name for inside in path.iterdir() if step_files(inside / "checkpoints")):
         raise RequestError(
-            f"ckpt_path={ckpt_path} holds several runs, a sweep's. Give the directory of one of them: "
+            f"{given} holds several runs, a sweep's. Give the directory of one of them: "
             f"{', '.join(f'{ckpt_path}/{name}' for name in jobs[:8])}{' …' if len(jobs) > 8 else ''}."
         )
     raise RequestError(
-        f"ckpt_path={ckpt_path} is a folder without a checkpoint. Give a run directory (one that has "
+        f"{given} is a folder without a checkpoint. Give a run directory (one that has "
         f"checkpoints/step_*.pt or step_*.json) or a checkpoint file."
     )
 

@@ -77,7 +77,7 @@ def matching(
 def _read(path: Path) -> Mapping[str, Tensor]:
     """Return the tensors in a file, or in the newest checkpoint of a run directory."""
     if path.is_dir():
-        _, state, _ = load_first(find(str(path), Path.cwd()))
+        _, state, _ = load_first(find(str(path), Path.cwd(), "weights_from"))
         return _tensors(path, put_together(state["model"]))
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
