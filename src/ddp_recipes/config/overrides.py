@@ -104,16 +104,18 @@ def refuse_unused(config: DictConfig, overrides: Sequence[str], hydra: Hydra) ->
 def _refuse_unread(config: DictConfig, overrides: Sequence[str], hydra: Hydra) -> None:
     """Refuse a key or a section beside ours that neither we nor the config read.
 
-    One that an override adds, unless by an option of a group of the user's own; of those in a yaml one that differs
-    from ours by a letter or two.
+    A key that an override adds, or an option of a group of ours; a section that differs from ours by a letter or two.
     """
     known = {*(each.name for each in fields(RunSettings)), *OUTSIDE_GROUPS, *GROUPS, *_SECTIONS}
     suspects = {str(name): str(name) for name in config if get_close_matches(str(name), known, 1, 0.8)}
     for override in overrides:
         key = override.partition("=")[0].lstrip("+")
         group, _, package = key.partition("@")
-        if override.startswith("+") and (group in GROUPS or not _is_choice(key, config, hydra)):
-            suspects[re.split("[./]", package or group)[0]] = override
+        name = re.split("[./]", package or group)[0]
+        is_section = "." in key or OmegaConf.is_config(config.get(name))  # of a user's own, which may be a record
+        meant = group in GROUPS or not is_section or get_close_matches(name, known, 1, 0.8)
+        if override.startswith("+") and meant and (group in GROUPS or not _is_choice(key, config, hydra)):
+            suspects[name] = override
     text = ""
     for name, given in suspects.items():
         if name in known or name == "_global_":
