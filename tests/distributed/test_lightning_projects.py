@@ -122,7 +122,8 @@ def test_every_hook_of_the_installed_lightning_is_called_or_refused(python_with_
         "CHECKPOINT_HYPER_PARAMS_SPECIAL_KEY",
         *("clip_gradients", "unfreeze", "to_onnx", "to_torchscript", "to_tensorrt", "load_from_checkpoint"),
     }
-    known = {*CALLED, *REFUSED, "state_dict", "load_state_dict"}
+    of_callbacks = {"on_sanity_check_start", "on_sanity_check_end"}
+    known = {*CALLED, *REFUSED, *of_callbacks, "state_dict", "load_state_dict"}
     assert {*json.loads(listed.stdout)} - for_users_to_call <= known
 
 
