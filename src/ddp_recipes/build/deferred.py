@@ -18,7 +18,7 @@ from ddp_recipes._compat.torch_ import local, viewed
 from ddp_recipes.build.init_recorder import InitRecorder, Ref, Undeferrable
 from ddp_recipes.runtime.phases import CALLS
 from ddp_recipes.runtime.seeding import rng_states, set_rng_states
-from ddp_recipes.runtime.tensors import Source, rows_here
+from ddp_recipes.runtime.tensors import Source, rows_here, take_attributes
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.task import outside
 
@@ -151,7 +151,7 @@ def _give_memory(recorder: InitRecorder, without: set[int]) -> None:
         for each in found:
             real = recorder.ref(each).on(storages[recorder.ref(each).number]).requires_grad_(each.requires_grad)
             real = nn.Parameter(real, each.requires_grad) if type(each) is nn.Parameter else real
-            vars(real).update(vars(each))
+            take_attributes(real, each)
             swap_tensors(each, real)  # type: ignore[no-untyped-call]
         del found, each, real
 
@@ -201,7 +201,7 @@ def _filled(tensor: Tensor, value: Tensor | Source | None, device: torch.device)
         filled = torch.empty_like(tensor, device=device)
         if isinstance(tensor, nn.Parameter):
             filled = nn.Parameter(filled, requires_grad=tensor.requires_grad)
-            vars(filled).update(vars(tensor))
+            take_attributes(filled, tensor)
     if value is not None:
         local(filled).copy_(rows_here(value, tensor))
     elif filled is not tensor:

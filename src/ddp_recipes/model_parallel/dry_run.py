@@ -29,6 +29,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.cut import Cut
 from ddp_recipes.model_parallel.placement import META, Conflict, connect, stages_of
 from ddp_recipes.runtime.seeding import seeded
+from ddp_recipes.runtime.tensors import take_attributes
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.fake import Uncopied, computed, copied, fake_batch, new_mode, without_data
 
@@ -270,7 +271,7 @@ def _memo(task: Task, starts: Sequence[str], stage: int) -> dict[int, Any]:
             # Never the parameter itself: weak references of the copy to it (nn.LSTM) would stay, and it be fixed here.
             values = parameter.detach() if own else parameter.detach().to(META)
             memo[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-            vars(memo[id(parameter)]).update(vars(parameter))
+            take_attributes(memo[id(parameter)], parameter)
         for buffer in (*module.buffers(recurse=False), *computed(module).values()):
             memo[id(buffer)] = buffer.detach().clone() if own else buffer.detach().to(META)
     return memo

@@ -169,6 +169,14 @@ def place_of(tensor: Tensor) -> tuple[Any, ...]:
     return storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
+def take_attributes(tensor: Tensor, other: Tensor) -> None:
+    """Give a tensor the attributes that code has set on another one: forward passes and optimizers may ask for them.
+
+    Its own stay: a tensor without data knows by one of them on which device it would be.
+    """
+    vars(tensor).update(vars(other) | vars(tensor))
+
+
 def tensors_in(data: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Yield the tensors in (nested) tuples, lists, dicts and objects, one after the other; no part comes twice."""
     seen = set() if seen is None else seen

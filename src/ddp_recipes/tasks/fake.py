@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ddp_recipes._compat.dispatch import FakeTensorMode
 from ddp_recipes._compat.torch_ import tree_map_only
 from ddp_recipes.errors import RequestError
+from ddp_recipes.runtime.tensors import take_attributes
 from ddp_recipes.tasks.task import Task
 
 
@@ -53,7 +54,8 @@ def without_data(
                 fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-                vars(memo[id(tensor)]).update(vars(tensor) if is_parameter else {})  # what a forward asks it
+                if is_parameter:
+                    take_attributes(memo[id(tensor)], tensor)
     return copied(task, memo)
 
 

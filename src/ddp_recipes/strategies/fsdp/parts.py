@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ddp_recipes._compat.torch_ import local
-from ddp_recipes.runtime.tensors import OwnRows, span
+from ddp_recipes.runtime.tensors import OwnRows, span, take_attributes
 from ddp_recipes.strategies.exchanges import exchanged
 
 
@@ -34,7 +34,7 @@ class Part:
     def of(cls, name: str, parameter: nn.Parameter) -> "Part":
         """Return this rank's part of a parameter, with the attributes that code has given it."""
         own = nn.Parameter(local(parameter), requires_grad=parameter.requires_grad)
-        vars(own).update(vars(parameter))  # by which optimizers choose: a learning rate of its own, no weight decay
+        take_attributes(own, parameter)  # by which optimizers choose: a learning rate of its own, no weight decay
         return cls(name, parameter, own)
 
     def take_gradient(self, used: bool) -> None:
