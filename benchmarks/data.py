@@ -269,6 +269,7 @@ def main() -> None:
     add("--read", type=int, nargs=2, default=(2_560, 50_000), help="images and texts that are read in a round")
     add("--out", type=Path, help="where to write PATH.md and PATH.json")
     options = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else readers of this tree alone are compiled at each start
     folder: Path = options.folder
     began, names = time.strftime("%Y-%m-%d"), [name for name, (_, module) in READERS.items() if find_spec(module)]
     if not (folder / "images_source").exists():

@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else what is ours alone is compiled at each start
     settings = Settings(
         quick=args.quick,
         ranks=tuple(int(size) for size in (args.ranks or ("1" if args.device == "cuda" else "1,2")).split(",")),
