@@ -867,7 +867,7 @@ class Tagged(Sizes):
     def between(self, hidden: Tensor) -> Tensor:
         first, second = self.blocks
         hidden = second(first(hidden).tanh() * first.weight.factor) + second.bias.factor
-        return hidden + self.frozen(hidden) * self.frozen.weight.factor + self.one * self.one.factor
+        return (hidden + self.frozen(hidden) * self.frozen.weight.factor + self.one * self.one.factor).tanh()
 
 
 def tagged_sgd(parameters: Iterable[nn.Parameter], lr: float, **options: Any) -> torch.optim.Optimizer:
