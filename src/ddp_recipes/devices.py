@@ -479,6 +479,12 @@ class _Choice(NamedTuple):
 
 
 def _choices() -> dict[str, _Choice]:
+    """Return the choices by name.
+
+    They are the type of tensors of which none is said, how exact products of float32 are, whether operations give the
+    same bits again, of all of torch and of cuDNN's kernels, whether cuDNN tries kernels out, and how data workers give
+    their tensors to a rank.
+    """
     import torch
 
     cudnn: Any = torch.backends.cudnn
@@ -505,16 +511,7 @@ _CHOSEN_BEFORE: dict[str, Any] = {}  # what this process had, where a run has se
 
 
 def choose(**wanted: Any) -> None:
-    """Choose how torch computes in this process; ``None``: as it was before any run.
-
-    Args:
-        dtype: of tensors of which none is said, by its name.
-        precision: of products of float32, as of :func:`torch.set_float32_matmul_precision`.
-        deterministic: as of :func:`torch.use_deterministic_algorithms`.
-        benchmark: whether cuDNN tries kernels out.
-        deterministic_cudnn: whether it takes those alone that give the same bits again.
-        sharing: how data workers give their tensors to a rank.
-    """
+    """Choose how torch computes in this process, by the names of the choices; ``None``: as it was before any run."""
     choices = _choices()
     for name, value in wanted.items():
         choice = choices[name]
@@ -531,15 +528,17 @@ def chosen_here() -> dict[str, Any]:
     """Return what this process has chosen of torch, as plain data: for ranks, in which its program does not run."""
     if "torch" not in sys.modules:
         return {}
-    now = {name: _CHOSEN_BEFORE.get(name, choice.get()) for name, choice in _choices().items()}
-    return {name: value for name, value in now.items() if value != _choices()[name].default}
+    choices = _choices()
+    now = {name: _CHOSEN_BEFORE.get(name, choice.get()) for name, choice in choices.items()}
+    return {name: value for name, value in now.items() if value != choices[name].default}
 
 
 def choose_as(chosen: Mapping[str, Any]) -> None:
     """Choose in this process what :func:`chosen_here` returned in another one."""
+    choices = _choices() if chosen else {}
     for name, value in chosen.items():
         _CHOSEN_BEFORE.pop(name, None)
-        _choices()[name].set(value)
+        choices[name].set(value)
 
 
 def leaves_tensor_cores_idle(device: "torch.device") -> bool:

@@ -152,7 +152,7 @@ def test_mode_test_runs_the_test_step(run: Run) -> None:
         ("Texts", [], r"logs shape='round', a str\. Allowed: a single number"),
         ("Parted", [*LIGHTNING, "mode=predict"], "and predict has several: .* Return one loader for it"),
         ("Valid", LIGHTNING, "data=lightning, and Valid has no train_dataloader"),
-        ("Loaders", LIGHTNING, "The DataLoader for train has a Repeated, and batches are dealt to ranks already"),
+        ("Loaders", LIGHTNING, "The DataLoader for train has a Repeated, and batches are sharded over ranks already"),
         ("Loaders", [], "Loaders brings train_dataloader, and data is another data set. Choose data=lightning"),
         ("Halved", ["strategy=ddp_pipeline"], "runs Halved as a whole on each rank, and with strategy=ddp_pipeline"),
         ("Manual", FSDP, "With strategy=fsdp a rank has some rows of .* Manual may look at .*: manual optimization"),

@@ -66,13 +66,15 @@ def source_of(name: str, loader: Any, settings: DataSettings, replicas: int) -> 
     own: dict[str, Any] = {"begin_worker": loader.worker_init_fn}
     shuffle = type(sampler) is not SequentialSampler
     by_size = loader.batch_size is not None and type(batch_sampler) is BatchSampler  # else it was given a batch sampler
-    if by_size and type(sampler) is DistributedSampler:  # batches are dealt to ranks already: it says in which order
+    if (
+        by_size and type(sampler) is DistributedSampler
+    ):  # batches are sharded over ranks already: it says in which order
         shuffle = sampler.shuffle
     elif isinstance(getattr(batch_sampler, "sampler", sampler), DistributedSampler):
         what = type(sampler).__name__ if by_size else "DistributedSampler in a batch sampler"
         raise RequestError(
-            f"The DataLoader for {name} has a {what}, and batches are dealt to ranks already: each would get a part of "
-            f"a part. Use shuffle=True or False in its place."
+            f"The DataLoader for {name} has a {what}, and batches are sharded over ranks already: each would get a "
+            f"shard of a shard. Use shuffle=True or False in its place."
         )
     elif not by_size:
         own["batch_sampler"] = batch_sampler

@@ -127,9 +127,9 @@ class Recovery(RunHooks):
         if every is not None and run.cursor.step % every == 0:
             self._keep(self.memory)
 
-    def on_fit_end(self, run: Run, reason: str) -> None:
+    def on_fit_end(self, run: Run) -> None:
         """Tell what a loss came to where nothing was left but to end the last step."""
-        if reason != "moved":
+        if run.reason != "moved":
             self._tell()
 
     def leave(self) -> None:

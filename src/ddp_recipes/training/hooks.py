@@ -35,8 +35,8 @@ class RunHooks:
     def on_step_end(self, run: Run) -> None:
         """Called when all that follows a step is done."""
 
-    def on_fit_end(self, run: Run, reason: str) -> None:
-        """Called after the last step, before the last checkpoint is saved; ``reason`` is why it was the last."""
+    def on_fit_end(self, run: Run) -> None:
+        """Called after the last step, before the last checkpoint is saved; ``run.reason`` is why it was the last."""
 
 
 class Trained(RunHooks):

@@ -58,7 +58,7 @@ def fit(run: Run) -> str:  # noqa: C901 - the loop reads top to bottom, on one p
             break
     run.reason = reason
     for hook in run.hooks:
-        hook.on_fit_end(run, reason)
+        hook.on_fit_end(run)
     if run.saved_step != run.cursor.step and run.cursor.step > 0:
         save(run, measured=False)
     await_writer(run, {})

@@ -25,7 +25,7 @@ from ddp_recipes._compat.fsdp import (
 from ddp_recipes._compat.torch_ import local
 from ddp_recipes.devices import HOST, beside_host, for_sums, is_accelerator
 from ddp_recipes.runtime.messages import Messages
-from ddp_recipes.runtime.tensors import OwnRows, Source, digest, rows_here
+from ddp_recipes.runtime.tensors import OwnRows, Source, digest, rows_here, take_attributes
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies.base import Exchange, Passes, T, Whole, Wrapped, in_place, parameters_in
 from ddp_recipes.strategies.collectives import broadcast_each
@@ -78,7 +78,6 @@ class FSDP(Whole, Group):
         self.passes = 0  # shards of this step that have begun
         self.last = True  # whether a pass is the last of its shard
         self.hooks: dict[str, list[Callable[[Tensor], Tensor | None]]] = {}  # of gradients, the user's
-        self.attributes: dict[str, dict[str, Any]] = {}  # of parameters, the user's
         ordered = self.settings.shards is not None
         self.order, self.usage, self.calls = Order((), ordered), Usage(ordered), Calls()
 
@@ -140,7 +139,7 @@ class FSDP(Whole, Group):
         """Leave this rank its rows of each parameter; the model gathers those of a block before it runs."""
         model, self.mesh, self.device = task.model, self._mesh(devices[0].type), devices[0]
         self.hooks = {name: gradient_hooks(each) for name, each in model.named_parameters() if each.dim()}
-        self.attributes = {name: dict(vars(each)) for name, each in model.named_parameters()}
+        attributes = {name: dict(vars(each)) for name, each in model.named_parameters()}
         keep_assigned_data()
         leave_graph_alone()
         refuse_rows()
@@ -154,7 +153,7 @@ class FSDP(Whole, Group):
             deal = partial(shard, module, reshard_after_forward=after, mp_policy=policy)
             self.blocks.insert(0, self.calls.watch(module, deal))
         for name, parameter in model.named_parameters():
-            vars(parameter).update(self.attributes[name])
+            vars(parameter).update(attributes[name])
         tell_managed(model, False)
         self.order.blocks = [*policies]
         set_backward(self.blocks, reduces=False, over=False, gives_back=False)
@@ -210,11 +209,12 @@ class FSDP(Whole, Group):
             self.wholes = OrderedSum(task, self.world, self.settings.batch_shards(self.world).count, self.single)
         names = {id(part.whole): part.name for part in self.parts.values()}
         for block in self.blocks:
-            whole = {id(each): names[id(each)] for each in cast(nn.Module, block).parameters()}
+            before = [*cast(nn.Module, block).parameters()]
             block.unshard()
-            for name, parameter in zip(whole.values(), cast(nn.Module, block).parameters(), strict=True):
-                vars(parameter).update(self.attributes[name])
+            for sharded, parameter in zip(before, cast(nn.Module, block).parameters(), strict=True):
+                take_attributes(parameter, sharded)
                 if parameter.requires_grad and local(parameter) is parameter:  # not of a block inside
+                    name = names[id(sharded)]
                     self.usage.watch(name, parameter)
                     for hook in self.hooks.pop(name, ()):
                         parameter.register_hook(hook)  # type: ignore[no-untyped-call]
