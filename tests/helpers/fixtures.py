@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.testing import WarmRanks, run_recipe
+from ddp_recipes.testing import WarmRanks
 from helpers.patience import patience
-from helpers.ranks import RANKS
+from helpers.ranks import RANKS, run_recipe
 from helpers.recipes import QUICK
 from helpers.warm import SERVERS, STAYS, warm
 

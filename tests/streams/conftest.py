@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from ddp_recipes.reporting.run_directory import Summary
-from ddp_recipes.testing import run_recipe
-from helpers.ranks import RANKS
+from helpers.ranks import run_recipe
 from helpers.shards import CUTS, ROWS, write_shards
 
 QUICK = (
@@ -51,6 +50,6 @@ def run(tmp_path: Path) -> Callable[..., Summary]:
         count += 1
         directory = directory or tmp_path / f"run_{count}"
         given = [*QUICK, f"data.path={path}", f"data.cache.folder={tmp_path / 'cache'}", *overrides]
-        return run_recipe(given, world_size, directory, ranks=RANKS)
+        return run_recipe(given, world_size, directory)
 
     return quick

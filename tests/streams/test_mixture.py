@@ -15,9 +15,8 @@ from torch.utils.data import ChainDataset
 from ddp_recipes.data.order import Sequential, Shuffled
 from ddp_recipes.errors import RequestError
 from ddp_recipes.streams import LengthBuckets, Mixed, Mixture, Packed, Windowed
-from ddp_recipes.testing import run_recipe
 from helpers.patience import patience
-from helpers.ranks import RANKS
+from helpers.ranks import run_recipe
 
 
 class Documents(torch.utils.data.Dataset[Any]):
@@ -223,7 +222,7 @@ MIXTURE = [
 def test_a_mixture_trains_the_same_bits_on_one_rank_and_on_two_and_resumed(tmp_path: Path) -> None:
     def run(name: str, ranks: int, *overrides: str) -> dict[str, Any]:
         given = [*MIXTURE, "model=linear", "logger=none", "trainer.progress=false", "launcher.device=cpu", *overrides]
-        return {**run_recipe(given, ranks, tmp_path / name, ranks=RANKS)}
+        return {**run_recipe(given, ranks, tmp_path / name)}
 
     whole = run("whole", 1)
     assert whole["samples_seen"] == 160
