@@ -650,7 +650,7 @@ class Counter:
         self.write(f"{self.steps} steps of {trainer.global_step}")
 
     def on_exception(self, trainer: Any, pl_module: nn.Module, exception: BaseException) -> None:
-        self.write(f"failed: {exception}")
+        self.write(f"failed: {exception!r}")
 
     def write(self, text: str) -> None:
         with open(self.file, "w") as file:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp_recipes import RequestError
-from ddp_recipes.errors import RunFailed
+from ddp_recipes.errors import Preempted, RunFailed
 from ddp_recipes.lightning.events import refuse_callback
 from ddp_recipes.lightning.trainer import Trainer
 from ddp_recipes.reporting.run_directory import Summary
@@ -562,11 +562,16 @@ def test_a_metric_may_be_the_loss(run: Run) -> None:
     assert "Python attributes" not in (Path(found["run_directory"]) / "train.log").read_text()
 
 
-def test_callbacks_are_told_of_a_failure(tmp_path: Path, run: Run) -> None:
+@pytest.mark.slow
+def test_callbacks_are_told_of_a_failure_and_of_a_signal(tmp_path: Path, run: Run) -> None:
     counter = ["+callbacks.counter._target_=lightning_parts.Counter", f"+callbacks.counter.file={tmp_path}/counted"]
     with pytest.raises(RuntimeError, match="told to"):
         run(*part("Keeper"), *counter, "+model.fails=true")
-    assert (tmp_path / "counted").read_text() == "failed: told to"
+    assert (tmp_path / "counted").read_text() == "failed: RuntimeError('told to')"
+    to_itself = "{_target_: own_parts.Signalled, where: step, step: 2, rank: 0, name: SIGTERM, times: 1}"
+    with pytest.raises(Preempted):
+        run(*part("Keeper"), *counter, f"+callbacks.signalled={to_itself}", STOPS[1])
+    assert (tmp_path / "counted").read_text() == "failed: SIGTERMException()"
 
 
 def test_what_is_handled_around_a_run_is_no_failure_of_it(tmp_path: Path, run: Run) -> None:

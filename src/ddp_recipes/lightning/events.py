@@ -44,7 +44,17 @@ _INSTEAD = {
     "SpikeDetection": "trainer.detect_anomaly",
 }
 
+_EXCEPTIONS = ("lightning.pytorch.utilities.exceptions", "pytorch_lightning.utilities.exceptions")
 _GOES_ON = ("signal", "moved")  # why a start ends whose training does not: another one goes on with it
+
+
+def _raised_on(cause: str) -> BaseException:
+    """Return what Lightning's loop raises on this signal, of its own class where it has been loaded."""
+    if cause.startswith("SIGINT"):
+        return KeyboardInterrupt()
+    loaded = next((sys.modules[name] for name in _EXCEPTIONS if name in sys.modules), None)
+    raised: BaseException = getattr(loaded, "SIGTERMException", SystemExit)()
+    return raised
 
 
 def refuse_callback(name: str, made: object) -> None:
@@ -272,19 +282,24 @@ class Events(Callback):
         """End the run."""
         error = sys.exception()
         if error is not None and error is not self._around:
-            self.task.hooks("on_exception", error)
-            if self.task.trainer.datamodule is not None:
-                self.task.data_hooks.of_module("on_exception", error)
+            self._tell(error)
             return
         if self.run.cursor.samples_seen > self.run.samples_before:
             if cut_off := self._is_cut_off():
                 self.on_epoch_end(self.task.trainer.epoch)
             self.task.trainer.epoch += cut_off or self.run.cursor.batch == 0  # those that are done, as in Lightning
+        if self.run.reason == "signal":
+            self._tell(_raised_on(self.run.stop_controller.cause))
         if self.run.reason not in _GOES_ON:
             if self._trains:
                 self.task.hooks("on_train_end")
             self.task.hooks("on_fit_end")
         self.task.tear_down()
+
+    def _tell(self, error: BaseException) -> None:
+        self.task.hooks("on_exception", error)
+        if self.task.trainer.datamodule is not None:
+            self.task.data_hooks.of_module("on_exception", error)
 
     def _is_cut_off(self) -> bool:
         """Whether a limit of steps, or a callback, has ended the run within an epoch, which ends it as well."""
