@@ -63,6 +63,20 @@ def test_an_interrupted_pack_goes_on(tmp_path: Path) -> None:
         pack(arguments)
 
 
+def test_a_pack_of_a_file_that_has_changed_does_not_go_on(tmp_path: Path) -> None:
+    """Rows of both were in one set."""
+    source, arguments = tmp_path / "rows.jsonl", [str(tmp_path / "rows.jsonl"), str(tmp_path / "set")]
+    arguments += ["--shard-mb=0.0001", "--workers=1"]
+    lines = [f'{{"text": "line {number}"}}\n' for number in range(99)]
+    source.write_text("".join([*lines[:49], '{"text"\n', *lines[50:]]))
+    with pytest.raises(ValueError, match="Row 49 of .* cannot be decoded"):
+        pack(arguments)
+    assert (tmp_path / "set" / "part-000000.parquet").exists()
+    source.write_text("".join(lines).replace("line", "other"))
+    with pytest.raises(RequestError, match="rows.jsonl has changed since a part of it was packed to .*set. Give a new"):
+        pack(arguments)
+
+
 @pytest.mark.parametrize("megabytes", ["0.00004", "100"])
 def test_samples_of_any_length_keep_shape_and_type(megabytes: str, tmp_path: Path) -> None:
     pack(["streams.pack_parts.Ten", str(tmp_path / "set"), f"--shard-mb={megabytes}", "--workers=1"])

@@ -230,7 +230,7 @@ def listed(root: str, cache: Cache, chosen: Chosen = ALL) -> dict[str, int]:
         raise RequestError(f"data.path={root}: there is no folder {Path(root).absolute()}. Give that of the shards.")
     else:
         try:
-            sizes = dict(_files(root)) if not named else {}
+            sizes = dict(files_in(root)) if not named else {}
         except OSError as error:
             raise RequestError(f"data.path={root} cannot be read: {error.filename}: {error.strerror}.") from error
         for name in named:
@@ -244,7 +244,7 @@ def listed(root: str, cache: Cache, chosen: Chosen = ALL) -> dict[str, int]:
     return {name: sizes[name] for name in sorted({*sizes} - hidden) if format_of(name) and name in chosen}
 
 
-def _files(root: str) -> Iterator[tuple[str, int]]:
+def files_in(root: str) -> Iterator[tuple[str, int]]:
     """Yield the names of the files in a folder and those below it, and their sizes.
 
     Links to folders are followed last, where nothing else has led there: one may be the ``latest`` of those beside it.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,7 +28,18 @@ from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache, locked
 from ddp_recipes.streams.decoding import WHOLE_NUMBERS, Decoder, as_tensor
 from ddp_recipes.streams.formats import format_of
-from ddp_recipes.streams.index import IN_ORDER_OF, NAME, Columns, Index, Shard, assembled, described, in_parallel, write
+from ddp_recipes.streams.index import (
+    IN_ORDER_OF,
+    NAME,
+    Columns,
+    Index,
+    Shard,
+    assembled,
+    described,
+    files_in,
+    in_parallel,
+    write,
+)
 from ddp_recipes.streams.reader import Row, needed
 
 log = logging.getLogger(__name__)
@@ -135,12 +147,19 @@ class Packing:
         rows = len(self.samples)
         what = {"source": self.source, "arguments": [*self.arguments], "seed": self._seed, "samples": rows,
                 "bytes_a_shard": self.bytes_a_shard}  # fmt: skip
+        path = Path(self.source).expanduser()
+        files = state_of(path) if path.exists() else None
         plan = self.dest / PLAN
         if plan.exists():
             begun = json.loads(plan.read_text())
-            if {**begun, "cuts": None} != {**what, "cuts": None}:
+            cuts: list[int] = begun.pop("cuts")
+            files_then = begun.pop("files", None)
+            if begun != what:
                 raise RequestError(f"{self.dest} holds a part of another pack: {begun}. Give a new folder.")
-            cuts: list[int] = begun["cuts"]
+            if files_then != files:
+                raise RequestError(
+                    f"{self.source} has changed since a part of it was packed to {self.dest}. Give a new folder."
+                )
             return cuts
         if self.dest.exists() and any(each.name != ALONE for each in self.dest.iterdir()):
             done = " It is packed already." if (self.dest / NAME).exists() else ""
@@ -148,7 +167,7 @@ class Packing:
         size = max(1.0, float(np.mean([self.samples.size(number) for number in looked_at(rows)])))
         each = max(1, round(self.bytes_a_shard / size))
         cuts = [*range(0, rows, each), rows]
-        write_aside(plan, lambda file: file.write(json.dumps({**what, "cuts": cuts}).encode()))
+        write_aside(plan, lambda file: file.write(json.dumps({**what, "cuts": cuts, "files": files}).encode()))
         return cuts
 
     def _name(self, number: int) -> str:
@@ -206,6 +225,13 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def state_of(path: Path) -> str:
+    """Return what tells a file, or those in a folder, from what they were before: their names, sizes and dates."""
+    names = sorted(name for name, _ in files_in(str(path))) if path.is_dir() else [""]
+    statuses = ((name, (path / name).stat()) for name in names)
+    return sha256(repr([(name, status.st_size, status.st_mtime_ns) for name, status in statuses]).encode()).hexdigest()
 
 
 def _of_path(path: Path) -> Any:
