@@ -134,14 +134,17 @@ def test_a_file_is_packed_with_its_nulls_and_bytes(tmp_path: Path) -> None:
     image = io.BytesIO()
     Image.new("RGB", (40, 30), (9, 0, 0)).save(image, "JPEG")
     pictures = [{"bytes": image.getvalue(), "path": "1.jpg"}, {"bytes": image.getvalue(), "path": None}]
-    table = arrow.table({"note": [None, "blurred"], "picture": pictures, "box": [[1.5, 2.0], None]})
+    table = arrow.table({"note": [None, "blurred"], "picture": pictures, "box": [[1.5, 2.0], None], "tags": [["x"], []]})
     parquet.write_table(table, tmp_path / "rows.parquet")
-    (tmp_path / "rows.jsonl").write_text('{"note": null, "box": [1.5, 2.0]}\n{"note": "blurred", "box": null}\n')
+    (tmp_path / "rows.jsonl").write_text(
+        '{"note": null, "box": [1.5, 2.0], "tags": ["x"]}\n{"note": "blurred", "box": null, "tags": []}\n'
+    )
     for source in ("rows.parquet", "rows.jsonl"):
         dest = tmp_path / f"set_{source}"
         pack([str(tmp_path / source), str(dest), "--workers=1"])
         found = parquet.read_table(dest / "part-000000.parquet")
         assert found.to_pydict() == table.select(found.column_names).to_pydict(), source
+        assert [Stream(str(dest), inputs="tags")[number] for number in range(2)] == [["x"], []], "the last was a tensor"
     (tmp_path / "rows.csv").write_text("name,age\nIda,\n7,35\n")
     pack([str(tmp_path / "rows.csv"), str(tmp_path / "set_rows.csv"), "--workers=1"])
     found = parquet.read_table(tmp_path / "set_rows.csv" / "part-000000.parquet")

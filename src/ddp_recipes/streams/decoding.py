@@ -131,11 +131,12 @@ def of_column(name: str, value: Any) -> Any:
 
 
 def as_tensor(value: list[Any]) -> Any:
-    """Return a list as a tensor where it is one of numbers; else as it is."""
+    """Return a list as a tensor where it is one of numbers; else as it is: an empty one may be of texts."""
     try:
-        return torch.tensor(value)
+        found = torch.tensor(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # the last two of numbers too large, and of nulls
         return value
+    return found if found.numel() else value
 
 
 def _of_bytes(name: str, value: bytes) -> Any:
