@@ -247,7 +247,7 @@ TABLE = 'name,size\n"two ""x""\ny",1\n{}1_000,3\n"a, b",4\n"",5\n'
         ("", []),
         ('5" pipe,2\n', [('5" pipe', 2)]),
         ('5" pipe,2\nand 6" one,2\n', [('5" pipe', 2), ('and 6" one', 2)]),
-        (' "so,2\n', [('"so', 2)]),
+        (' "so,2\n', [(' "so', 2)]),
     ],
     ids=["none", "one", "two", "after a space"],
 )
@@ -260,7 +260,7 @@ def test_a_quote_within_a_field_is_a_part_of_it(inside: str, rows: list[tuple[st
 
 def test_a_long_text_is_a_field(tmp_path: Path) -> None:
     (tmp_path / "table.csv").write_text(f"text,size\n{'long ' * 30_000},1\n")
-    assert len(Stream(str(tmp_path), inputs="text")[0]) == 149_999
+    assert Stream(str(tmp_path), inputs="text")[0] == "long " * 30_000
 
 
 @pytest.mark.parametrize("has_index", [False, True])

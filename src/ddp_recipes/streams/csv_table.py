@@ -50,7 +50,7 @@ class Csv(Records):
             raise BadRow(f"it is no row of a csv file: {error}") from error
         if len(fields) != len(self.columns):
             raise BadRow(f"it has {len(fields)} fields for {len(self.columns)} columns")
-        return {name: of(field.strip()) for (name, of), field in zip(self._values, fields, strict=True)}
+        return {name: of(field) for (name, of), field in zip(self._values, fields, strict=True)}
 
     def typed(self, columns: Mapping[str, str]) -> None:
         """Take these types of columns, as an index has them; not those of other columns."""
