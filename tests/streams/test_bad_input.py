@@ -154,6 +154,19 @@ def test_files_of_a_tar_that_are_no_columns_are_named(tmp_path: Path) -> None:
     assert stream[1] == ""
 
 
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE], ids=["hard", "symbolic"])
+def test_a_link_in_a_tar_is_named(kind: bytes, form: int, tmp_path: Path) -> None:
+    """Its sample was left out: tar makes one of each further name of a file."""
+    link = tarfile.TarInfo("folder/2.txt" if form == tarfile.USTAR_FORMAT else f"{'folder/' * 30}2.txt")
+    link.type, link.linkname = kind, "1.txt"
+    with tarfile.open(tmp_path / "0.tar", "w", format=form) as file:
+        file.addfile(tarfile.TarInfo("1.txt"))
+        file.addfile(link)
+    with pytest.raises(RequestError, match=r"0.tar cannot be read: '.*/2.txt' is a link, of which there is no content"):
+        Stream(str(tmp_path))
+
+
 def test_a_shard_beside_its_compressed_self_is_refused(shards: Callable[..., Path], tmp_path: Path) -> None:
     folder = shards(".jsonl")
     (folder / "part-1.jsonl.gz").write_bytes(gzip.compress((folder / "part-1.jsonl").read_bytes()))

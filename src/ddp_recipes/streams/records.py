@@ -126,7 +126,8 @@ class Tar(Records):
             pass
         try:
             with tarfile.open(fileobj=content, mode="r:") as file:
-                found = _starts((member.name, member.offset, file.offset) for member in file if member.isfile())
+                files = (member for member in file if _is_file(member.type, member.name))
+                found = _starts((member.name, member.offset, file.offset) for member in files)
                 end = file.offset
         except (tarfile.TarError, ValueError) as error:  # the second where a file goes on behind the end
             cut_short = isinstance(error, ValueError) or "end of data" in str(error)
@@ -195,17 +196,30 @@ def _plain_files(content: Any) -> Iterator[tuple[str, int, int, int]]:
             given = _pax_name(inside) if kind == b"x" else _text(inside)
             at = _blocks(first + size)
             continue
-        is_file = kind in (b"0", b"\0")
-        if not is_file and kind not in (b"1", b"2", b"5"):  # links and folders
+        if kind not in (b"0", b"\0", b"1", b"2", b"5"):  # files, links and folders
             raise _OtherHeader
         prefix = _text(header[345:500])
         name = given or (f"{prefix}/{_text(header[:100])}" if prefix else _text(header[:100]))
+        is_file = _is_file(kind, name)
         at = _blocks(first + size * is_file)
         if at > len(content):
             raise _OtherHeader
         if is_file and not name.endswith("/"):  # else it is a folder of 1979
             yield name, begin, first, first + size
         begin, given = at, None
+
+
+def _is_file(kind: bytes, name: str) -> bool:
+    """Whether a member of a tar file has a content of its own.
+
+    Raises:
+        BadShard: it is a link, and would be a column of a sample.
+    """
+    if kind in (tarfile.LNKTYPE, tarfile.SYMTYPE) and _key(name)[1]:
+        raise BadShard(
+            f"'{name}' is a link, of which there is no content. Make it anew: tar --dereference --hard-dereference"
+        )
+    return kind in tarfile.REGULAR_TYPES
 
 
 def _pax_name(content: bytes) -> str | None:
