@@ -183,6 +183,7 @@ def test_wrong_keys_are_refused(shards: Callable[..., Path], tmp_path: Path) -> 
         ({"path": f"{folder}/x-*.parquet"}, "x-.* has no shard"),
         ({"path": f"{folder}/x-1.parquet"}, "there is no file .*x-1.parquet"),
         ({"path": "nowhere://bucket/set"}, "is in a store that cannot be used"),
+        ({"path": f"zip://set::{folder}.zip"}, "lies within an archive. Unpack that"),
         ({"inputs": "aa"}, "has no column 'aa'. Did you mean 'a'"),
         ({"targets": "a"}, "data.inputs=null makes a sample of the whole row"),
         ({"window": 0}, "data.window=0 is not allowed"),

@@ -121,6 +121,8 @@ def load(path: str, cache: Cache) -> Index:
     """
     if not path.strip():
         raise RequestError("data.path is empty. Give a folder of shards, a shard, or a pattern of them.")
+    if "://" in path.partition("::")[0] and "::" in path:
+        raise RequestError(f"data.path={path} lies within an archive. Unpack that, and give the folder of the shards.")
     path = path if is_remote(path) else str(Path(local_path(path)).expanduser())
     root, chosen = located(path)
     index = indexed(root, cache) if path == without_query(path) else None  # a signature is for the one file
