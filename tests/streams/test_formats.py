@@ -1,5 +1,6 @@
 """Rows of shards in each format, local and compressed, are those that were written."""
 
+import gzip
 import io
 import json
 import os
@@ -335,6 +336,13 @@ def test_blank_lines_are_no_rows_of_json(content: str, tmp_path: Path) -> None:
 
 def test_a_whole_row_is_a_sample(shards: Callable[..., Path]) -> None:
     assert Stream(str(shards(".jsonl")))[8] == ROWS[8]
+
+
+def test_suffixes_of_shards_are_of_any_case(tmp_path: Path) -> None:
+    (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(b'{"a": 1}'))
+    (tmp_path / "B.Jsonl").write_bytes(b'{"a": 2}')
+    stream = Stream(str(tmp_path), inputs="a", cache={"folder": str(tmp_path / "cache")})
+    assert [stream[number] for number in range(len(stream))] == [1, 2], "the first one was no shard of the set"
 
 
 def test_parts_of_a_set_are_rows_of_it(shards: Callable[..., Path]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.streams.formats import COMPRESSIONS, decompressed
+from ddp_recipes.streams.formats import compression_of, decompressed
 from ddp_recipes.streams.reader import BadShard, needed
 
 T = TypeVar("T")
@@ -91,8 +91,7 @@ class Cache:
     def plain(self, stored: Path, path: str) -> Iterator[Path]:
         """Have the file of a shard without its compression."""
         path = without_query(path)
-        suffix = Path(path).suffix
-        if suffix not in COMPRESSIONS:
+        if not (suffix := compression_of(path)):
             yield stored
             return
         status = stored.stat()
@@ -103,7 +102,7 @@ class Cache:
                     file.write(chunk)
 
         name = f"{stored.absolute()} {status.st_size} {status.st_mtime_ns}"
-        with self._once(name, path.removesuffix(suffix), decompress) as file:
+        with self._once(name, path[: -len(suffix)], decompress) as file:
             yield file
 
     @contextmanager

@@ -23,7 +23,7 @@ from ddp_recipes.streams.cache import Cache, sha256
 from ddp_recipes.streams.columns import Groups
 from ddp_recipes.streams.csv_table import TYPES
 from ddp_recipes.streams.decoding import Decoder
-from ddp_recipes.streams.formats import format_of, opened
+from ddp_recipes.streams.formats import compression_of, format_of, opened
 from ddp_recipes.streams.index import IN_ORDER_OF, Shard, is_remote, joined, load, other_columns
 from ddp_recipes.streams.order import Windowed, cost, files_of_windows, held_bytes, quality
 from ddp_recipes.streams.reader import BadRow, BadShard, Part, Reader, alike, span
@@ -332,7 +332,7 @@ class _Process:
 def needs_cache(stream: Stream, shard: int) -> bool:
     """Whether a shard has to be fetched or decompressed before it is read."""
     name = stream.index.shards[shard].name
-    return is_remote(stream.index.root) or name.endswith((".gz", ".zst"))
+    return is_remote(stream.index.root) or bool(compression_of(name))
 
 
 def _named(error: Exception, shard: int, stream: Stream) -> RuntimeError:

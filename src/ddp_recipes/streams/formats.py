@@ -25,14 +25,19 @@ RECORDS: dict[str, type[Records]] = {
 SUFFIXES = (".parquet", ".arrow", *RECORDS)
 
 
+def compression_of(name: str) -> str:
+    """Return the suffix that says what a file is compressed with; empty where it is not."""
+    suffix = os.path.splitext(name)[1].lower()
+    return suffix if suffix in COMPRESSIONS else ""
+
+
 def format_of(name: str) -> str | None:
     """Return the suffix that says a file's format, without that of its compression; None for any other file.
 
     After it there may be what a signed address has: ``a.parquet?Signature=…``.
     """
     for each in (name, name.partition("?")[0]):
-        stem, suffix = os.path.splitext(each)
-        suffix = (os.path.splitext(stem)[1] if suffix in COMPRESSIONS else suffix).lower()
+        suffix = os.path.splitext(each[: len(each) - len(compression_of(each))])[1].lower()
         if suffix in SUFFIXES:
             return suffix
     return None

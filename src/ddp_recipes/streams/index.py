@@ -17,7 +17,7 @@ from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache, sha256, without_query
 from ddp_recipes.streams.columns import Groups
-from ddp_recipes.streams.formats import COMPRESSIONS, RECORDS, SUFFIXES, format_of, opened
+from ddp_recipes.streams.formats import RECORDS, SUFFIXES, compression_of, format_of, opened
 from ddp_recipes.streams.reader import BadShard
 from ddp_recipes.streams.records import Records, Tar, Text
 
@@ -411,7 +411,7 @@ def assembled(root: str, parts: Iterator[tuple[Shard, Columns]], more: Mapping[s
         shards.append(shard)
         columns = own
     names = {shard.name for shard in shards}
-    if twice := [name for name in names if name.endswith(COMPRESSIONS) and os.path.splitext(name)[0] in names]:
+    if twice := [name for name in names if compression_of(name) and os.path.splitext(name)[0] in names]:
         raise RequestError(
             f"{joined(root, twice[0])} is there decompressed, too: its rows would come twice. Remove one of both."
         )
