@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from ddp_recipes.datasets import digits, image_folder
 from ddp_recipes.errors import RequestError
 from ddp_recipes.streams import Stream
 from ddp_recipes.streams.commands import index, pack
+from helpers.checkpoints import mounted
 from helpers.patience import patience
 from helpers.processes import COLD, GONE_S, START_S, started, until
 
@@ -63,17 +65,27 @@ def test_an_interrupted_pack_goes_on(tmp_path: Path) -> None:
         pack(arguments)
 
 
+def test_a_pack_whose_disk_is_full_goes_on_once_there_is_space(tmp_path: Path) -> None:
+    arguments = [DIGITS, str(tmp_path / "small" / "set"), "split=val", "--shard-mb=0.02", "--workers=1"]
+    with mounted(tmp_path / "small", "24k") as folder:
+        with pytest.raises(RequestError, match=r"There is no space left in .*small/set. Free some, or copy it to a"):
+            pack(arguments)
+        copytree(folder / "set", tmp_path / "set")
+    pack([DIGITS, str(tmp_path / "set"), *arguments[2:]])
+    assert len(Stream(str(tmp_path / "set"))) == 360
+
+
 def test_a_pack_of_a_file_that_has_changed_does_not_go_on(tmp_path: Path) -> None:
     """Rows of both were in one set."""
     source, arguments = tmp_path / "rows.jsonl", [str(tmp_path / "rows.jsonl"), str(tmp_path / "set")]
     arguments += ["--shard-mb=0.0001", "--workers=1"]
     lines = [f'{{"text": "line {number}"}}\n' for number in range(99)]
     source.write_text("".join([*lines[:49], '{"text"\n', *lines[50:]]))
-    with pytest.raises(ValueError, match="Row 49 of .* cannot be decoded"):
+    with pytest.raises(ValueError, match=r"Row 49 of .* cannot be decoded"):
         pack(arguments)
     assert (tmp_path / "set" / "part-000000.parquet").exists()
     source.write_text("".join(lines).replace("line", "other"))
-    with pytest.raises(RequestError, match="rows.jsonl has changed since a part of it was packed to .*set. Give a new"):
+    with pytest.raises(RequestError, match=r"rows.jsonl has changed since a part of it was packed to .*set. Give a"):
         pack(arguments)
 
 
@@ -134,7 +146,8 @@ def test_a_file_is_packed_with_its_nulls_and_bytes(tmp_path: Path) -> None:
     image = io.BytesIO()
     Image.new("RGB", (40, 30), (9, 0, 0)).save(image, "JPEG")
     pictures = [{"bytes": image.getvalue(), "path": "1.jpg"}, {"bytes": image.getvalue(), "path": None}]
-    table = arrow.table({"note": [None, "blurred"], "picture": pictures, "box": [[1.5, 2.0], None], "tags": [["x"], []]})
+    notes, boxes, tags = [None, "blurred"], [[1.5, 2.0], None], [["x"], []]
+    table = arrow.table({"note": notes, "picture": pictures, "box": boxes, "tags": tags})
     parquet.write_table(table, tmp_path / "rows.parquet")
     (tmp_path / "rows.jsonl").write_text(
         '{"note": null, "box": [1.5, 2.0], "tags": ["x"]}\n{"note": "blurred", "box": null, "tags": []}\n'

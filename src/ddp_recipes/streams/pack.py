@@ -1,5 +1,6 @@
 """A map-style data set, a folder of images or a table as shards: in parallel, and gone on with where it stopped."""
 
+import errno
 import fcntl
 import importlib
 import io
@@ -174,11 +175,23 @@ class Packing:
         return f"part-{number:06}{self.samples.suffix}"
 
     def write(self, number: int, first: int, last: int) -> None:
-        """Write a shard."""
+        """Write a shard.
+
+        Raises:
+            RequestError: there is no space left for it, or a sample is no row.
+        """
         rows = len(self.samples)
         order = Sequential(rows) if self._seed is None else Shuffled(rows, self._seed)
         numbers = order.samples(0, np.arange(first, last, dtype=np.uint64)).tolist()
-        write_aside(self.dest / self._name(number), lambda file: self.samples.write(numbers, file))
+        try:
+            write_aside(self.dest / self._name(number), lambda file: self.samples.write(numbers, file))
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise RequestError(
+                f"There is no space left in {self.dest}. Free some, or copy it to a larger disk: the same command "
+                f"goes on."
+            ) from error
 
 
 def _write(packing: Packing, number: int, first: int, last: int) -> None:
