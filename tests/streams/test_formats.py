@@ -264,6 +264,19 @@ def test_a_long_text_is_a_field(tmp_path: Path) -> None:
     assert Stream(str(tmp_path), inputs="text")[0] == "long " * 30_000
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "csv"])
+def test_numbers_for_validation_are_of_the_kinds_of_those_for_training(suffix: str, tmp_path: Path) -> None:
+    """A run failed in its first validation, of whole numbers by chance."""
+    for name, number in {"train": 1.5, "val": 1}.items():
+        (tmp_path / name).mkdir()
+        row = f'{{"a": {number}}}' if suffix == "jsonl" else f"a\n{number}"
+        (tmp_path / name / f"0.{suffix}").write_text(row)
+    stream = Stream(str(tmp_path / "train"), "val", val_path=str(tmp_path / "val"), inputs="a")
+    assert (stream[0], type(stream[0])) == (1.0, float)
+    alone = Stream(str(tmp_path / "nowhere"), "val", val_path=str(tmp_path / "val"), inputs="a")
+    assert type(alone[0]) is int, "the set for training may be elsewhere"
+
+
 @pytest.mark.parametrize("has_index", [False, True])
 def test_a_column_of_a_csv_file_has_one_type(has_index: bool, tmp_path: Path) -> None:
     folder = tmp_path / "set"

@@ -5,7 +5,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -24,7 +24,7 @@ from ddp_recipes.streams.columns import Groups
 from ddp_recipes.streams.csv_table import TYPES
 from ddp_recipes.streams.decoding import Decoder
 from ddp_recipes.streams.formats import compression_of, format_of, opened
-from ddp_recipes.streams.index import IN_ORDER_OF, Shard, is_remote, joined, load, other_columns
+from ddp_recipes.streams.index import IN_ORDER_OF, Shard, is_remote, joined, load, of_kinds, other_columns
 from ddp_recipes.streams.order import Windowed, cost, files_of_windows, held_bytes, quality
 from ddp_recipes.streams.reader import BadRow, BadShard, Part, Reader, alike, span
 from ddp_recipes.streams.records import Records
@@ -95,11 +95,15 @@ class Stream(Dataset[Any]):
             )
         if options is not None and not isinstance(options, Mapping):
             raise RequestError(f"data.options={options} is not allowed. Allowed: options by name, as {{anon: true}}.")
+        of_training = path if val_path is not None and split == "val" else None
         if val_path is not None:
             path, split = (val_path if split == "val" else path), "all"
         self.cache, self.ahead = cache_of(dict(cache or {}), dict(options or {}))
         self.cache.clean()
         self.index = load(str(path), self.cache)
+        if of_training is not None:
+            with suppress(RequestError):  # to evaluate takes no such set
+                self.index = of_kinds(self.index, load(str(of_training), self.cache))
         self.window, self.interleave, self.on_error = window, interleave, on_error
         self.memory = round(min(memory_mb, 1e9) * 1e6)
         self._range = _rows_of(split, sum(self.index.rows), val_fraction, str(path))

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from heapq import heappop, heappush
 from itertools import takewhile
@@ -418,6 +418,13 @@ def assembled(root: str, parts: Iterator[tuple[Shard, Columns]], more: Mapping[s
     if not any(shard.rows for shard in shards):
         raise RequestError(f"data.path={root} has no row in {len(shards):,} shard(s).")
     return Index(root, tuple(shards), columns, more)
+
+
+def of_kinds(index: Index, other: Index) -> Index:
+    """Return an index whose numbers are of the kinds that they have in another set of its format: 1 is 1.0 with 1.5."""
+    formats = {RECORDS.get(format_of(shard.name) or "", Records) for shard in (*index.shards, *other.shards)}
+    both = formats.pop().together(index.columns, other.columns) if len(formats) == 1 else None
+    return index if both is None else replace(index, columns={name: both[name] for name in index.columns})
 
 
 def other_columns(path: str, own: Columns, columns: Columns, other: str) -> str:
