@@ -231,9 +231,15 @@ def test_two_ranks_refuse_with_one_voice(case: str, folder: Path, python: str) -
 
 @pytest.mark.spawn
 @pytest.mark.slow
-def test_a_level_of_debugging_that_torch_crashes_of_is_refused(folder: Path) -> None:
-    parts = ["TORCH_DISTRIBUTED_DEBUG=DETAIL", "over gloo by SIGSEGV", "INFO", "strategy=ddp_exact"]
-    environ = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}  # read as torch is loaded, by a process of this run's own
+@pytest.mark.parametrize(
+    ("level", "parts"),
+    [
+        ("DETAIL", ["TORCH_DISTRIBUTED_DEBUG=DETAIL", "over gloo by SIGSEGV", "INFO", "strategy=ddp_exact"]),
+        ("foo", ["torch cannot be loaded", "TORCH_DISTRIBUTED_DEBUG must be OFF, INFO, or DETAIL"]),
+    ],
+)
+def test_a_level_of_debugging_that_torch_crashes_of_is_refused(level: str, parts: list[str], folder: Path) -> None:
+    environ = {"TORCH_DISTRIBUTED_DEBUG": level}  # read as torch is loaded, by a process of this run's own
     refused(sys.executable, folder, *SHORT, TWO, parts=parts, environ=environ)
 
 
@@ -361,8 +367,16 @@ def test_a_directory_that_holds_a_run_is_refused_and_left_as_it_is(
             {"RANK": "0", "WORLD_SIZE": "two", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
             ["whole numbers", "two"],
         ),
+        (
+            {f"OMPI_COMM_WORLD_{name}": "x" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")},
+            ["OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE", "whole numbers", "x"],
+        ),
+        (
+            {f"OMPI_COMM_WORLD_{name}": "0" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")},
+            ["RANK=0 with WORLD_SIZE=0"],
+        ),
     ],
-    ids=["half", "one", "beyond the size", "no number"],
+    ids=["half", "one", "beyond the size", "no number", "no number of MPI", "no rank of MPI"],
 )
 def test_rank_variables_that_make_no_rank_are_refused(
     environ: dict[str, str], parts: list[str], folder: Path, python: str

@@ -17,7 +17,7 @@ from ddp_recipes.config.extras import extra
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import open_file, read_text
 from ddp_recipes.runtime.process import started_at
-from ddp_recipes.runtime.world import World
+from ddp_recipes.runtime.world import World, whole_numbers
 
 # The names of Open MPI's mpirun; those of MPICH's and Intel MPI's.
 _MPI = (
@@ -66,7 +66,9 @@ def tasks(environ: Mapping[str, str]) -> int:
 
 
 def _of_mpirun(names: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, str]:
-    rank, size, local_rank, local_size = (int(environ[name]) for name in names)
+    with whole_numbers(*names):
+        rank, size, local_rank, local_size = (int(environ[name]) for name in names)
+    world = World.of(rank, size, local_rank, local_size)
     if size != local_size and not ("MASTER_ADDR" in environ and "MASTER_PORT" in environ):
         raise RequestError(
             f"mpirun started {size} ranks on several hosts, and MPI does not say where rank 0 is. Give every rank the "
@@ -74,7 +76,6 @@ def _of_mpirun(names: tuple[str, ...], environ: Mapping[str, str]) -> dict[str, 
             f"(MPICH, Intel MPI: -genv MASTER_ADDR <first host> …)."
         )
     # On one host mpirun, or its one helper there, is the parent of all ranks, and of no others.
-    world = World(rank, size, local_rank, local_size, rank // local_size)
     return torchruns(environ, world, "127.0.0.1", os.getppid())
 
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -182,17 +182,23 @@ def main(channel: int) -> None:
     """Load what every rank needs, then fork on request."""
     die_with_parent()
     ignore(ASKS_TO_STOP)  # a whole cgroup or job may get one: the ranks have yet to save
-    with suppress(Exception), loading():  # each rank meets the same error, and reports it
+    become = _start_afresh  # and meet the same error, and report it: a second import of torch fails of another one
+    with suppress(Exception), loading():
         import ddp_recipes.rank  # noqa: F401
         from ddp_recipes._compat.torch_ import load_what_ddp_needs
 
         load_what_ddp_needs()
+        become = _go_on
     gc.freeze()  # so that collections in the ranks do not copy all these pages
-    serve(socket.socket(fileno=channel))
+    serve(socket.socket(fileno=channel), become)
 
 
-def serve(channel: socket.socket) -> None:
-    """Fork ranks and signal them on request, and report their exit codes, until the channel closes."""
+def serve(channel: socket.socket, become: Callable[..., NoReturn]) -> None:
+    """Fork ranks and signal them on request, and report their exit codes, until the channel closes.
+
+    Args:
+        become: runs a rank in a fork, with its file descriptors.
+    """
 
     def report(what: str, number: int, value: int) -> None:
         with suppress(BrokenPipeError):
@@ -226,14 +232,14 @@ def serve(channel: socket.socket) -> None:
                 signal.set_wakeup_fd(-1)
                 for fd in (channel.fileno(), woken, wake):
                     os.close(fd)
-                _become_rank(*fds)
+                _become_rank(become, *fds)
             for fd in fds:
                 os.close(fd)
             numbers[process] = number
             report("forked", number, process)
 
 
-def _become_rank(request: int, out: int, err: int, *arguments: int) -> NoReturn:
+def _become_rank(become: Callable[..., NoReturn], request: int, out: int, err: int, *arguments: int) -> NoReturn:
     """Turn this fork into what a process started for the rank alone would be, and run it."""
     for number in (signal.SIGCHLD, *ASKS_TO_STOP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -248,11 +254,28 @@ def _become_rank(request: int, out: int, err: int, *arguments: int) -> NoReturn:
     os.environ.update(values["environ"])
     sys.path[:] = values["path"]
     os.chdir(values["folder"])
-    # What torch fails of is met again, and reported, when the rank runs; a number that is none torch leaves alone.
-    with suppress(ImportError, ValueError, RuntimeError):
-        import torch
+    become(*arguments)
 
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+def _go_on(*arguments: int) -> NoReturn:
+    """Be a rank, with what is loaded."""
+    import torch
+
     from ddp_recipes.launchers import worker
 
+    with suppress(ValueError, RuntimeError):  # a number that is none torch leaves alone
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     worker.work(*arguments)
+
+
+def _start_afresh(*arguments: int) -> NoReturn:
+    """Be a rank, and load what it needs in a program of its own."""
+    for each in arguments:
+        os.set_inheritable(each, True)
+    os.execv(sys.executable, afresh(arguments))
+
+
+def afresh(arguments: Sequence[int]) -> list[str]:
+    """Return the command of a rank that loads all by itself."""
+    work = f"from ddp_recipes.launchers.worker import work; work({', '.join(map(str, arguments))})"
+    return [sys.executable, "-P", "-c", work]

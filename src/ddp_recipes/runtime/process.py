@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from ddp_recipes._compat import can_run_exit_handlers, join_threads, run_exit_handlers
-from ddp_recipes.errors import Preempted
+from ddp_recipes.errors import Preempted, RequestError
 
 
 def die_with_parent() -> None:
@@ -168,11 +168,19 @@ def ignore_broken_pipe() -> None:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Load modules without collecting garbage, which takes a sixth of the time that torch needs, and frees nothing."""
+    """Load modules without collecting garbage, which takes a sixth of the time that torch needs, and frees nothing.
+
+    Raises:
+        RequestError: torch cannot be loaded.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
+    except Exception as error:
+        if "torch" in sys.modules:
+            raise
+        raise RequestError(f"torch cannot be loaded here: {type(error).__name__}: {error}") from error
     finally:
         if enabled:
             gc.enable()

@@ -1,7 +1,8 @@
 """Who this process is among all processes of a run."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from ddp_recipes.errors import RequestError
 
@@ -40,6 +41,20 @@ class World:
         return len(self.firsts)
 
     @classmethod
+    def of(cls, rank: int, size: int, local_rank: int, local_size: int) -> "World":
+        """Return a rank's place among those that something started, on nodes that hold equally many.
+
+        Raises:
+            RequestError: ranks and sizes contradict each other.
+        """
+        if not (0 <= rank < size and 0 <= local_rank < local_size):
+            raise RequestError(
+                f"RANK={rank} with WORLD_SIZE={size}, LOCAL_RANK={local_rank} with LOCAL_WORLD_SIZE={local_size}: "
+                f"a rank counts from 0 to its size less one."
+            )
+        return cls(rank, size, local_rank, local_size, rank // local_size)
+
+    @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> "World":
         """Read torchrun's variables.
 
@@ -54,16 +69,19 @@ class World:
                 f"{', '.join(_REQUIRED)}: start with torchrun, set the others too, "
                 f"or unset these to let ddp_recipes start its own processes (launcher=local)."
             )
-        try:
+        with whole_numbers("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             rank, size, local_rank = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
             local_size = int(environ.get("LOCAL_WORLD_SIZE", size))
-            node_rank = int(environ.get("GROUP_RANK", rank // local_size))
+            world = cls.of(rank, size, local_rank, local_size)
+            node_rank = int(environ.get("GROUP_RANK", world.node_rank))
             restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-        except ValueError as error:
-            raise RequestError(f"RANK, WORLD_SIZE and LOCAL_RANK must be whole numbers: {error}.") from None
-        if not 0 <= rank < size or not 0 <= local_rank < local_size:
-            raise RequestError(
-                f"RANK={rank} with WORLD_SIZE={size}, LOCAL_RANK={local_rank} with LOCAL_WORLD_SIZE={local_size}: "
-                f"a rank counts from 0 to its size less one."
-            )
-        return cls(rank, size, local_rank, local_size, node_rank, restarts=restarts)
+        return replace(world, node_rank=node_rank, restarts=restarts)
+
+
+@contextmanager
+def whole_numbers(*names: str) -> Iterator[None]:
+    """Refuse these variables of the environment where one is read that is no number."""
+    try:
+        yield
+    except ValueError as error:
+        raise RequestError(f"{', '.join(names)} must be whole numbers: {error}.") from None

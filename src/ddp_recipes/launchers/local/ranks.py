@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import IO
 
-from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, python_path
+from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, afresh, python_path
 from ddp_recipes.launchers.reports import Death, RankReport, died
 from ddp_recipes.runtime.job import Job, Loss
 from ddp_recipes.runtime.process import handled_by, is_stopped
@@ -228,9 +228,8 @@ class Starter:
 
 
 def _start_process(fds: list[int], environ: dict[str, str]) -> subprocess.Popen[bytes]:
-    arguments = ", ".join(map(str, fds))
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", f"from ddp_recipes.launchers.worker import work; work({arguments})"],
+        afresh(fds),
         stdin=subprocess.DEVNULL,
         pass_fds=fds,
         env=environ,
