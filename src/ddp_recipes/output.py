@@ -289,7 +289,10 @@ class Output:
 
     def _shown(self, path: str | Path) -> str:
         """Return a path as short as it can be typed here, or in full where here is the run directory itself."""
-        here = Path.cwd()
+        try:
+            here = Path.cwd()
+        except FileNotFoundError:  # it has been removed since
+            return str(path)
         if Path(path).is_relative_to(here) and not here.is_relative_to(self.recipe.job.directory):
             return str(Path(path).relative_to(here))
         return str(path)

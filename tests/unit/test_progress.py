@@ -6,11 +6,14 @@ import re
 import select
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
+from ddp_recipes import rank
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.progress import Bar, Lines, Progress, make_progress, table
+from ddp_recipes.testing import make_job, on_ranks
 
 
 class Terminal(io.StringIO):
@@ -199,3 +202,11 @@ def test_a_path_is_never_broken_to_fit(width: int, monkeypatch: pytest.MonkeyPat
     table("finished in 0.4 s", [("val/loss", "0.1"), ("best", path)], stream)
     assert path in stream.plain()
     assert ("╭" in stream.plain()) == (width == 80)
+
+
+def test_a_run_ends_where_its_current_folder_has_been_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    monkeypatch.chdir(gone)
+    job = make_job(["data=random", "model=toy", "trainer.max_steps=1", "launcher.nproc_per_node=1"], tmp_path / "run")
+    gone.rmdir()
+    assert on_ranks(lambda world, store: rank.run(job, world, None), 1)[0]["status"] == "finished"
