@@ -51,6 +51,7 @@ from ddp_recipes.runtime.process import (
     is_running,
     name_of,
     set_name,
+    stops,
 )
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import ONE_PROCESS
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 
 
 AFTER_SIGNAL_S = 30.0  # for jobs to save; their launcher ends them before
+_STOPPED = "The sweep was stopped by {}. To go on, call it again with the same hydra.sweep.dir."
 _JOB = "job "  # the name of a process begins so, as long as it runs one
 
 
@@ -117,9 +119,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
     deadline = time.monotonic() + AFTER_SIGNAL_S
     while any(map(_has_job, jobs)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    raise SweepStopped(
-        Preempted(f"The sweep was stopped by {name}. To go on, call it again with the same hydra.sweep.dir.")
-    )
+    raise SweepStopped(Preempted(_STOPPED.format(name)))
 
 
 def _has_job(process: int) -> bool:
@@ -272,8 +272,12 @@ class Controller:
         """
         if self.world is None and environment.tasks(os.environ) > 1:
             return self._sweep_job_on_tasks(config)
+        stops.clear()
         with job_of(self._process, HydraConfig.get().job.num):
-            return self._sweep_job(config)
+            objective = self._sweep_job(config)
+        if stops and os.getpid() == self._process:  # there was nothing left of the job to stop
+            raise SweepStopped(Preempted(_STOPPED.format(stops[0])))
+        return objective
 
     def _sweep_job(self, config: DictConfig) -> float | None:
         hydra = HydraConfig.get()
@@ -297,7 +301,7 @@ class Controller:
             raise SweepStopped(error) from None
         except RecipeError as error:
             leave_summary(directory, str(error).strip().splitlines()[-1], overrides)
-            if config.sweep.on_failure == "stop":
+            if stops or config.sweep.on_failure == "stop":
                 raise SweepStopped(error) from None
             print(printable(error), file=sys.stderr, flush=True)
             raise
@@ -314,7 +318,7 @@ class Controller:
             controller.resources.channel.follow()
             return None
         try:
-            return controller.sweep_job(config)
+            return controller._sweep_job(config)
         except SweepStopped as stop:
             raise stop.reason from None
         finally:

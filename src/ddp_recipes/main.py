@@ -18,7 +18,7 @@ from ddp_recipes.errors import INTERRUPTED, RecipeError, RequestError, printable
 from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Resources
 from ddp_recipes.runtime.job import ASKS_TO_STOP
-from ddp_recipes.runtime.process import die_with_parent, ignore_broken_pipe, interrupted_by, leave
+from ddp_recipes.runtime.process import die_with_parent, ignore_broken_pipe, ignore_once, interrupted_by, leave
 
 CONF = "pkg://ddp_recipes.conf"
 
@@ -49,6 +49,7 @@ def main(config_path: str = CONF, config_name: str = "train", *, leaves: bool = 
         print(f"Interrupted{': ' if error.args else ''}{error}.", file=sys.stderr)
         status = INTERRUPTED
     if leaves:
+        ignore_once(ASKS_TO_STOP)  # there is nothing left to stop
         leave(status)
     sys.exit(status)
 

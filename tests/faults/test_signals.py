@@ -96,6 +96,7 @@ def test_one_signal_to_the_launcher_saves_and_ends(number: Signals, folder: Path
         ended = run.end(GONE_S)
     assert ended.status == 75
     assert ended.err.count("Stopped by") == 1
+    assert ended.err == f"{summary(folder / 'run')['error']}\n"
     stopped_at(folder / "run")
 
 
@@ -349,6 +350,33 @@ def test_ctrl_c_ends_a_sweep(folder: Path) -> None:
         ended = run.end(GONE_S)
     assert ended.status == 75
     stopped_at(folder / "sweep" / "0")
+    assert not (folder / "sweep" / "1").exists()
+
+
+@pytest.mark.parametrize(
+    ("own", "begun", "status", "said"),
+    [
+        (["checkpoint=none"], "sweep/0/summary.json", 1, "Stopped by SIGTERM at step {}; checkpoints are off"),
+        (
+            ["trainer.max_steps=5", "+callbacks.held._target_=own_models.HeldAtEnd"],
+            "held",
+            75,
+            "The sweep was stopped by SIGTERM.",
+        ),
+    ],
+    ids=["a job without checkpoints", "a job that has come to its end"],
+)
+def test_a_signal_ends_a_sweep_whatever_its_job_comes_to(
+    own: list[str], begun: str, status: int, said: str, folder: Path
+) -> None:
+    sweep = ["+model.sleep_s=0.02", ranks(1), "seed=1,2", "hydra.sweep.dir=sweep"]
+    with started(folder, "-m", *RUN, *sweep, *own) as run:
+        until((folder / begun).exists, START_S, "no job")
+        run.signal(SIGTERM)
+        (folder / "attacked").touch()
+        ended = run.end(GONE_S)
+    assert ended.status == status
+    assert ended.err.startswith(said.format(summary(folder / "sweep" / "0")["global_step"]))
     assert not (folder / "sweep" / "1").exists()
 
 

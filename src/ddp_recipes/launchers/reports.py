@@ -168,10 +168,10 @@ def decide(
         why = f"stopped by {signals[0]} before a checkpoint was saved"
         return Outcome(KeyboardInterrupt(why), why)
     if preempted and not deaths:
-        message = preempted[0].message
+        message, line = preempted[0].message, ""
         if signals:  # a launcher sends SIGTERM to its ranks, whichever it got
-            message = message.replace("SIGTERM", signals[0].replace("SIGINT", "Ctrl-C"), 1)
-        return Outcome(Preempted(message, checkpoint=preempted[0].checkpoint))
+            message = line = message.replace("SIGTERM", signals[0].replace("SIGINT", "Ctrl-C"), 1)
+        return Outcome(Preempted(message, checkpoint=preempted[0].checkpoint), line, known_better=True)
     if deaths:
         death = deaths[0]
         return Outcome(RunFailed(death.message, rank=death.rank), death.message.splitlines()[0], known_better=True)

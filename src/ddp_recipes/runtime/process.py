@@ -77,6 +77,9 @@ def ignore(signals: Iterable[int]) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+stops: list[str] = []  # names of the signals by which this process was asked to stop a run, whatever came of that
+
+
 def ignore_once(signals: Iterable[int]) -> None:
     """Ignore each of these signals once, since what it requests is done, or about to be; then take it as ever."""
 

@@ -17,7 +17,7 @@ import torch
 from ddp_recipes.config.settings import TrainerSettings
 from ddp_recipes.data.order import UNKNOWN
 from ddp_recipes.runtime.job import ASKS_TO_STOP, STOPPING
-from ddp_recipes.runtime.process import handled_by
+from ddp_recipes.runtime.process import handled_by, stops
 from ddp_recipes.runtime.world import World
 
 if TYPE_CHECKING:
@@ -263,6 +263,7 @@ class StopController:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or signal.Signals(number)
+        stops.append(signal.Signals(number).name)
         if number == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:

@@ -21,7 +21,7 @@ from ddp_recipes.launchers.local.ranks import Rank, Starter, Suspension, incomin
 from ddp_recipes.launchers.reports import Death, Outcome, as_rank_0, decide
 from ddp_recipes.reporting.run_directory import Summary, leave_trace
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
-from ddp_recipes.runtime.process import handled_by, ignore_once, interrupted_by, loading
+from ddp_recipes.runtime.process import handled_by, ignore_once, interrupted_by, loading, stops
 from ddp_recipes.runtime.world import World
 
 AFTER_FAILURE_S = 3.0  # for the other ranks to end by themselves, and for rank 0 to write its summary
@@ -209,7 +209,8 @@ def signals_caught(last: bool) -> Iterator[list[str]]:
     caught: list[str] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        caught.append(signal.Signals(number).name)
+        for names in (caught, stops):
+            names.append(signal.Signals(number).name)
 
     with handled_by(dict.fromkeys(ASKS_TO_STOP, note)):
         try:
