@@ -188,7 +188,7 @@ def main(channel: int) -> None:
         from ddp_recipes._compat.torch_ import load_what_ddp_needs
 
         load_what_ddp_needs()
-        become = _go_on
+        become = _run_loaded
     gc.freeze()  # so that collections in the ranks do not copy all these pages
     serve(socket.socket(fileno=channel), become)
 
@@ -257,7 +257,7 @@ def _become_rank(become: Callable[..., NoReturn], request: int, out: int, err: i
     become(*arguments)
 
 
-def _go_on(*arguments: int) -> NoReturn:
+def _run_loaded(*arguments: int) -> NoReturn:
     """Be a rank, with what is loaded."""
     import torch
 
