@@ -134,7 +134,8 @@ def test_decide_names_a_killed_rank_when_nobody_failed() -> None:
 def test_decide_names_the_signal_that_the_launcher_got(name: str, shown: str) -> None:
     became = outcome(failed(0, SAVED), failed(1, SAVED), signals=[name])
     error = error_of(became, Preempted)
-    assert str(error) == f"Stopped by {shown} at step 3, after a checkpoint was saved."
+    assert str(error) == became.line == f"Stopped by {shown} at step 3, after a checkpoint was saved."
+    assert became.known_better
     assert getattr(error, "checkpoint", None) == "last.pt"
 
 
