@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from collections import UserDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
-from ddp_recipes import Task
+from ddp_recipes import StepOutput, Task
 
 
 class Announced(Task):
@@ -89,6 +91,43 @@ def padded(
     labels = torch.tensor([sample["label"] for sample in samples])
     batch = batch.to(getattr(torch, dtype))
     return {"values": batch, "label": labels} if as_dict else (batch, labels)
+
+
+@dataclass
+class Padded:
+    values: torch.Tensor
+    label: torch.Tensor
+
+
+def of_kind(samples: list[dict[str, Any]], kind: str) -> Any:
+    """Return what :func:`padded` does in another kind of batch, a dict's with a list of weights."""
+    values, label = padded(samples)
+    if kind == "dataclass":
+        return Padded(values, label)
+    if kind == "mapping":
+        return UserDict(values=values, label=label)
+    if kind in ("sparse", "nested"):
+        made = values.to_sparse() if kind == "sparse" else torch.nested.nested_tensor([*values], layout=torch.jagged)
+        return {"values": made, "label": label}
+    batch = {"values": values, "label": label, "weights": [1.0 + sample["label"] for sample in samples]}
+    return {**batch, "count": len(samples)} if kind == "count" else batch
+
+
+class OfKind(Task):
+    """Takes any of these."""
+
+    def training_step(self, batch: Any) -> StepOutput:
+        batch = vars(batch) if isinstance(batch, Padded) else batch
+        values, label = batch["values"], batch["label"]
+        if values.is_nested:
+            values = torch.nested.to_padded_tensor(values, 0.0)
+        losses = cross_entropy(self.model(values.to_dense()), label, reduction="none")
+        return StepOutput((losses * torch.tensor(batch.get("weights", 1.0))).mean(), {}, len(label))
+
+    validation_step = training_step
+
+    def predict_step(self, batch: Any) -> dict[str, Any]:
+        return {"logits": self.model(batch["values"]), "weights": batch["weights"]}
 
 
 def as_much_as(dataset: Ragged, target: int) -> list[float]:

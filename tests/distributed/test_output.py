@@ -15,6 +15,7 @@ from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.tensors import digest
 from helpers.marks import quick_each, slow_but
 from helpers.ranks import run_recipe
+from helpers.recipes import OF_KIND
 
 Run = Callable[..., Summary]
 
@@ -375,9 +376,12 @@ def test_operations_of_what_needs_values_are_counted_in_the_first_step(name: str
     assert summary["weights_sha256"] == run(*own, world_size=ranks)["weights_sha256"]
 
 
-def test_operations_that_cannot_be_counted_are_named(run: Run) -> None:
-    """The first step computes more than the model's: activations, again."""
-    summary = run("trainer.peak_flops=auto", VALUES, "model.activation_checkpointing=net1")
+@pytest.mark.parametrize(
+    "own", [[VALUES, "model.activation_checkpointing=net1"], [*OF_KIND, "data.collate_fn.kind=nested"]], ids=len
+)
+def test_operations_that_cannot_be_counted_are_named(own: list[str], run: Run) -> None:
+    """The first step computes more than the model's: activations, again. Or torch's counter fails in it."""
+    summary = run("trainer.peak_flops=auto", *own)
     assert (summary["status"], summary["flops_per_step"]) == ("finished", None)
     log = (Path(summary["run_directory"]) / "train.log").read_text()
     assert "trainer.peak_flops: the model's operations could not be counted (" in log

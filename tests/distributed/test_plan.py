@@ -30,6 +30,7 @@ from ddp_recipes.training.state import Run as TrainingRun
 from ddp_recipes.training.update import forward_backward
 from helpers.marks import quick_each, slow_but
 from helpers.processes import until
+from helpers.recipes import OF_KIND
 
 Run = Callable[..., Summary]
 Plan = Callable[..., dict[str, Any]]
@@ -511,6 +512,20 @@ def test_a_flow_that_depends_on_values_leaves_activations_unknown(plan: Plan) ->
     assert planned["fits"] is None
     assert planned["checkpoint_bytes"] > 0
     assert "A step could not be run without data" in message(planned, "not_rehearsed")
+
+
+@pytest.mark.parametrize("kind", slow_but(["dataclass"], ["dataclass", "mapping"]))
+def test_batches_count_whatever_they_are_made_of(kind: str, plan: Plan) -> None:
+    own = [*OF_KIND, "plan.gpus_per_node=1"]
+    (of_tuple,) = plan(*own, "task._target_=ddp_recipes.tasks.Task", "data.collate_fn=data_parts.padded")["memory"]
+    (of_kind,) = plan(*own, f"data.collate_fn.kind={kind}")["memory"]
+    assert of_kind["batch"] == of_tuple["batch"] == 8 * (10 * 4 + 8)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_a_batch_that_is_not_dense_leaves_activations_unknown(kind: str, plan: Plan) -> None:
+    found = message(plan(*OF_KIND, f"data.collate_fn.kind={kind}"), "not_rehearsed")
+    assert found.endswith(f"TypeError: a batch has a {kind} tensor")
 
 
 def test_an_optimizer_that_reads_values_leaves_what_it_keeps_unknown(plan: Plan) -> None:

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ddp_recipes._compat.torch_ import apply_to_own, tree_map_only
+from ddp_recipes._compat.torch_ import apply_to_own
 from ddp_recipes.build.devices import Devices
 from ddp_recipes.build.instantiate import make, parameters_of
 from ddp_recipes.config.extras import extra
 from ddp_recipes.config.parallelism import Stage, StrategySettings
 from ddp_recipes.config.settings import ModelSettings, TrainerSettings
-from ddp_recipes.data.keyed import Form
+from ddp_recipes.data.keyed import Form, to_device
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
@@ -189,7 +189,7 @@ def _initialize(built: BuiltTask, loader: Loader) -> None:
 
         materialize(task, built.initial, {}, torch.device("cpu"))
         built.initial, task.deferred, built.made_whole = {}, False, "its lazy modules run on a batch"
-    batch = tree_map_only(Tensor, Tensor.cpu, loader.sample(max(1, loader.plan.size(0, 0))))
+    batch = to_device(loader.sample(max(1, loader.plan.size(0, 0))), torch.device("cpu"))
     if loader.form.dtype is not None:  # which the model is given later
         batch = Form(torch.get_default_dtype()).of(batch)
     modes = Modes(task)

@@ -1,9 +1,8 @@
 """Samples to batches, and batches to devices and to the form that a model takes, whatever they are made of."""
 
-import copy
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from ddp_recipes.runtime.seeding import (
     seeded,
     set_rng_states,
 )
-from ddp_recipes.runtime.tensors import tensors_in
+from ddp_recipes.runtime.tensors import change_each, is_tensor, tensors_in, with_values
 
 LARGE = 32 << 20  # bytes of a batch: glibc gives so much back when it is freed, and the system fills it with zeros anew
 ALIGNED = 64  # bytes: where torch has tensors begin. Some kernels round otherwise where they begin elsewhere
@@ -92,7 +91,7 @@ def _collate(samples: list[Any], stack: Callable[[list[Any]], Any]) -> Any:
         names = [field.name for field in dataclasses.fields(first) if field.init]  # it makes the others itself
         return type(first)(**{name: _collate([getattr(sample, name) for sample in samples], stack) for name in names})
     if isinstance(first, Mapping):
-        return _with(first, {name: _collate([sample[name] for sample in samples], stack) for name in first})
+        return with_values(first, {name: _collate([sample[name] for sample in samples], stack) for name in first})
     if isinstance(first, (tuple, list)):
         columns = [_collate(list(column), stack) for column in zip(*samples, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else columns
@@ -116,7 +115,7 @@ def to_device(data: Any, device: torch.device, pin: bool = False) -> Any:
         # What a data set has put on another GPU cannot be pinned, nor need it be.
         return (value.pin_memory() if pin and value.is_cpu else value).to(device, non_blocking=True)
 
-    return _each(data, move, lambda value: isinstance(value, torch.Tensor) or callable(getattr(value, "to", None)))
+    return change_each(data, move, lambda value: is_tensor(value) or callable(getattr(value, "to", None)))
 
 
 def samples_in(batch: Any) -> int:
@@ -139,7 +138,11 @@ class Form:
 
     def of(self, data: Any) -> Any:
         """Return a batch in this form; where it is already, or may be anything, that is the batch itself."""
-        return data if self == AS_IT_COMES else _each(data, self._of_one, lambda value: isinstance(value, torch.Tensor))
+        return (
+            data
+            if self == AS_IT_COMES
+            else change_each(data, self._of_one, lambda value: isinstance(value, torch.Tensor))
+        )
 
     def _of_one(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.dtype is not None and tensor.is_floating_point():
@@ -150,35 +153,6 @@ class Form:
 
 
 AS_IT_COMES = Form()
-
-
-def _each(data: Any, change: Callable[[Any], Any], is_one: Callable[[Any], bool]) -> Any:
-    """Return data with what ``is_one`` picks out of (nested) tuples, lists, dicts and dataclasses changed."""
-    if is_one(data):
-        return change(data)
-    if isinstance(data, Mapping):
-        return _with(data, {name: _each(value, change, is_one) for name, value in data.items()})
-    if isinstance(data, (tuple, list)):
-        changed = [_each(value, change, is_one) for value in data]
-        return type(data)(*changed) if hasattr(data, "_fields") else type(data)(changed)
-    if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        copied = copy.copy(data)  # not made anew: what it computes when it is made is there
-        names = {field.name for field in dataclasses.fields(data)} | {*getattr(data, "__dict__", ())}
-        for name in names:
-            if hasattr(data, name):
-                object.__setattr__(copied, name, _each(getattr(data, name), change, is_one))
-        return copied
-    return data
-
-
-def _with(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return a mapping of the same class, which may have attributes and methods, with other values."""
-    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
-        return values
-    copied = copy.copy(mapping)
-    for name, value in values.items():
-        copied[name] = value
-    return copied
 
 
 def gives_batches(dataset: Any) -> bool:

@@ -42,6 +42,7 @@ from ddp_recipes.devices import is_accelerator, locks_pages
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.runtime.job import ASKS_TO_STOP
 from ddp_recipes.runtime.process import die_with_parent, garbage_left, ignore_once, is_stopped
+from ddp_recipes.runtime.tensors import is_dense
 
 Rows = tuple[Tensor, ...]
 """Of some samples: inputs ``[n, ...]``, targets ``[n, ...]``, and so on."""
@@ -412,7 +413,7 @@ def _is_row(of_one: Any, of_two: Any) -> bool:
     """Whether what a sample has in a batch is a row of what two have there, or the same for any number of them."""
     if not isinstance(of_one, Tensor):
         return isinstance(of_one, (int, float, str, NoneType)) and bool(of_one == of_two)
-    if not isinstance(of_two, Tensor):
+    if not (isinstance(of_two, Tensor) and is_dense(of_one) and is_dense(of_two)):
         return False
     return of_two.shape == ((2, *of_one.shape[1:]) if of_one.shape[:1] == (1,) else ())
 

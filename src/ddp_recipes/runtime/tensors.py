@@ -1,8 +1,10 @@
 """Tensors of which a process may have only some rows; SHA-256 over nested plain data and tensors, and sums of bits."""
 
+import copy
 import ctypes  # a tensor that was once NumPy's never changes its size again, as observers' buffers do
+import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
@@ -177,6 +179,11 @@ def take_attributes(tensor: Tensor, other: Tensor) -> None:
     vars(tensor).update(vars(other) | vars(tensor))
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's shape says where its numbers are: it is neither sparse nor nested."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
 def tensors_in(data: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Yield the tensors in (nested) tuples, lists, dicts and objects, one after the other; no part comes twice."""
     seen = set() if seen is None else seen
@@ -190,6 +197,39 @@ def tensors_in(data: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
                 parts = vars(data).values()
         for part in parts:
             yield from tensors_in(part, seen)
+
+
+def is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def change_each(data: Any, change: Callable[[Any], Any], is_one: Callable[[Any], bool] = is_tensor) -> Any:
+    """Return data with what ``is_one`` picks out of (nested) tuples, lists, dicts and dataclasses changed."""
+    if is_one(data):
+        return change(data)
+    if isinstance(data, Mapping):
+        return with_values(data, {name: change_each(value, change, is_one) for name, value in data.items()})
+    if isinstance(data, (tuple, list)):
+        changed = [change_each(value, change, is_one) for value in data]
+        return type(data)(*changed) if hasattr(data, "_fields") else type(data)(changed)
+    if dataclasses.is_dataclass(data) and not isinstance(data, type):
+        copied = copy.copy(data)  # not made anew: what it computes when it is made is there
+        names = {field.name for field in dataclasses.fields(data)} | {*getattr(data, "__dict__", ())}
+        for name in names:
+            if hasattr(data, name):
+                object.__setattr__(copied, name, change_each(getattr(data, name), change, is_one))
+        return copied
+    return data
+
+
+def with_values(mapping: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return a mapping of the same class, which may have attributes and methods, with other values."""
+    if type(mapping) is dict or not isinstance(mapping, MutableMapping):
+        return values
+    copied = copy.copy(mapping)
+    for name, value in values.items():
+        copied[name] = value
+    return copied
 
 
 def plain(value: Any, name: str = "") -> Any:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_recipes._compat.dispatch import FakeTensorMode
-from ddp_recipes._compat.torch_ import tree_map_only
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.tensors import take_attributes
+from ddp_recipes.runtime.tensors import change_each, is_dense, take_attributes
 from ddp_recipes.tasks.task import Task
 
 
@@ -28,8 +27,18 @@ def new_mode() -> FakeTensorMode:
 
 
 def fake_batch(batch: Any, device: torch.device) -> Any:
-    """Return a batch like this one, on a device, and without data in a mode that makes tensors without any."""
-    return tree_map_only(Tensor, lambda each: torch.empty(each.shape, dtype=each.dtype, device=device), batch)
+    """Return a batch like this one, on a device, and without data in a mode that makes tensors without any.
+
+    Raises:
+        TypeError: it has a tensor whose shape is not all there is to know of it.
+    """
+
+    def fake(tensor: Tensor) -> Tensor:
+        if not is_dense(tensor):
+            raise TypeError(f"a batch has a {'nested' if tensor.is_nested else 'sparse'} tensor")
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+    return change_each(batch, fake)
 
 
 def without_data(

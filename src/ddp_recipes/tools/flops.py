@@ -12,6 +12,7 @@ from ddp_recipes.build.model import BuiltTask
 from ddp_recipes.build.recipe import Recipe
 from ddp_recipes.data.loader import Batch, Loader
 from ddp_recipes.devices import HOST, is_accelerator, name
+from ddp_recipes.runtime.tensors import tensors_in
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.fake import fake_batch, new_mode, without_data
 from ddp_recipes.training.clock import Flops
@@ -26,12 +27,15 @@ def count(built: BuiltTask, loader: Loader | None, in_first_step: bool) -> None:
     """
     reason = "the task brings the data, or attaches itself to the run"
     if loader is not None and type(built.task).attach is Task.attach:
-        size = max(1, loader.plan.size(0, 0))
+        size, sample = max(1, loader.plan.size(0, 0)), None
         try:
-            built.flops = count_flops(built.task, loader.sample(size)) / size
+            sample = loader.sample(size)
+            built.flops = count_flops(built.task, sample) / size
             return
         except Exception as error:  # noqa: BLE001 - of any kind, where the step's flow depends on values
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            # Torch's counter fails with them, and with it the step.
+            in_first_step = in_first_step and not any(each.is_nested for each in tensors_in(sample))
     built.counts_first_step = in_first_step
     if not in_first_step:
         built.warnings.append(f"trainer.peak_flops: the model's operations could not be counted ({reason}).")

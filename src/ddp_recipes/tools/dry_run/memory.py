@@ -24,6 +24,7 @@ from ddp_recipes.build.run import make_optimizer
 from ddp_recipes.devices import HOST, is_accelerator
 from ddp_recipes.errors import RequestError
 from ddp_recipes.model_parallel.placement import connect, disconnect, stages_of
+from ddp_recipes.runtime.tensors import tensors_in
 from ddp_recipes.strategies.base import Exchange, in_place
 from ddp_recipes.tasks import Task
 from ddp_recipes.tasks.fake import fake_batch, without_data
@@ -118,9 +119,9 @@ class Step:
         passes = self.exchange.passes(accumulate)
         for number, each in enumerate(passes):
             batch = fake_batch(train, device)
-            figures["batch"] = bytes_of(tree_leaves(batch))
+            figures["batch"] = bytes_of(tensors_in(batch))
             self.known.clear()
-            self.known.update(self.own, storages(tree_leaves(batch)))
+            self.known.update(self.own, storages(tensors_in(batch)))
             with each:
                 self._forward_backward(batch, first=number == 0, last=number == len(passes) - 1)
         self._put()
