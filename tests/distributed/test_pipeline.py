@@ -18,6 +18,7 @@ from ddp_recipes.model_parallel.timeline import bubble, order, timeline
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.testing import make_job
 from helpers.marks import quick_each, slow_but
+from helpers.recipes import OF_KIND
 
 Run = Callable[..., Summary]
 Weights = Callable[[Summary], dict[str, Any]]
@@ -207,6 +208,23 @@ def test_a_pipeline_measures_and_predicts(run: Run, tmp_path: Path) -> None:
         run(*start, f"strategy={strategy}", "mode=predict", world_size=world_size, directory=tmp_path / name)
         predictions.append(torch.load(tmp_path / name / "predictions.pt", weights_only=True))
     torch.testing.assert_close(predictions[1], predictions[0], rtol=0, atol=1e-6)
+
+
+def test_lists_with_a_value_for_each_sample_are_cut_and_predicted(run: Run, weights: Weights) -> None:
+    one, staged = run(*OF_KIND, "strategy=single"), run(*OF_KIND, PIPELINE, world_size=2)
+    assert_same(weights(staged), weights(one))
+    found = []
+    for strategy, world_size in (("strategy=single", 1), (PIPELINE, 2)):
+        test = ["mode=predict", "data.predict=${data.val}", f"ckpt_path={one['last_checkpoint']}"]
+        folder = run(*OF_KIND, strategy, *test, world_size=world_size)["run_directory"]
+        found.append(torch.load(Path(folder) / "predictions.pt", weights_only=True))
+    assert found[0]["weights"] == found[1]["weights"] == [1.0 + index % 5 for index in range(12)]
+    torch.testing.assert_close(found[1]["logits"], found[0]["logits"], rtol=0, atol=1e-6)
+
+
+def test_a_number_that_follows_from_the_samples_of_a_batch_is_refused(run: Run) -> None:
+    with pytest.raises(RequestError, match="A number of a batch is 1 with one sample, 2 with two, and each micro-batc"):
+        run(*OF_KIND, PIPELINE, "data.collate_fn.kind=count", world_size=2)
 
 
 # --- the order of work -----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from ddp_recipes.build.devices import Devices
 from ddp_recipes.config.parallelism import StrategySettings
 from ddp_recipes.config.settings import ModelSettings
 from ddp_recipes.data.loader import Loader
-from ddp_recipes.model_parallel import DryRun, apart, as_dict, split_model, timed
+from ddp_recipes.model_parallel import DryRun, apart, as_dict, refuse_counts, split_model, timed
 from ddp_recipes.reporting.figures.split import leave_split
 from ddp_recipes.training.precision import Precision
 
@@ -44,6 +44,7 @@ def split(
             "model.split=timed: in a dry run there is no device to time on, so stages are even as with auto."
         )
     if (pipeline := strategy.pipeline) is not None:  # the task stays on the CPU: no device may have room for all of it
+        refuse_counts(dry_run.batch_of)
         built.starts, built.stages = apart(built.task.model, pipeline.stages, names, dry_run, pipeline.stages_key)
     else:
         built.stages = split_model(built.task, devices.own, names, dry_run)

@@ -7,12 +7,16 @@ from ddp_recipes._lazy import on_use
 if TYPE_CHECKING:
     from ddp_recipes.config.parallelism import Stage as Stage
     from ddp_recipes.model_parallel.dry_run import DryRun as DryRun, timed as timed
-    from ddp_recipes.model_parallel.micro_batches import as_dict as as_dict, in_micro_batches as in_micro_batches
+    from ddp_recipes.model_parallel.micro_batches import (
+        as_dict as as_dict,
+        in_micro_batches as in_micro_batches,
+        refuse_counts as refuse_counts,
+    )
     from ddp_recipes.model_parallel.split import apart as apart, split_model as split_model
 
 _HOMES = {
     ".dry_run": ["DryRun", "timed"],
-    ".micro_batches": ["as_dict", "in_micro_batches"],
+    ".micro_batches": ["as_dict", "in_micro_batches", "refuse_counts"],
     ".split": ["apart", "split_model"],
     "ddp_recipes.config.parallelism": ["Stage"],
 }

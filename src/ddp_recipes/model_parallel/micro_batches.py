@@ -8,8 +8,9 @@ k devices are done after m + k - 1 turns, each 1 / m of a stage's work, and ther
 The idea is that of GPipe (Huang et al., 2019).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ def as_dict(batch: Any) -> Any:
 def micro_batches_of(batch: Any, count: int, whose: str, remedy: str = "") -> tuple[list[Any], list[int]]:
     """Cut a batch along the first dimension of its tensors, and return the micro-batches and their numbers of samples.
 
-    They differ by one sample at most, the larger ones first; of a small batch some have none.
+    They differ by one sample at most, the larger ones first; of a small batch some have none. A list of plain values as
+    long as the batch is cut as well; other plain values are given to each.
 
     Args:
         whose: batch it is, for a message that ends with ``remedy``.
@@ -39,11 +41,38 @@ def micro_batches_of(batch: Any, count: int, whose: str, remedy: str = "") -> tu
     Raises:
         RequestError: the tensors have different numbers of samples, or something can neither be cut nor given to each.
     """
-    values, form = tree_flatten(batch)
-    each, more = divmod(_batch_size(values, whose, remedy), count)
-    columns = [value.tensor_split(count) if isinstance(value, Tensor) else [value] * count for value in values]
-    micro_batches = [tree_unflatten(row, form) for row in zip(*columns, strict=True)]
-    return micro_batches, [each + (number < more) for number in range(count)]
+    size = _batch_size(tree_flatten(batch)[0], whose, remedy)
+    values, form = _flat(batch, size)
+    each, more = divmod(size, count)
+    sizes = [each + (number < more) for number in range(count)]
+    ends = [0, *accumulate(sizes)]
+
+    def cut(value: Any) -> Sequence[Any]:
+        if isinstance(value, list):
+            return [value[start:end] for start, end in pairwise(ends)]
+        return value.tensor_split(count) if isinstance(value, Tensor) else [value] * count
+
+    return [tree_unflatten(row, form) for row in zip(*map(cut, values), strict=True)], sizes
+
+
+def refuse_counts(batch_of: Callable[[int], Any]) -> None:
+    """Refuse numbers that follow from the samples of a batch: each micro-batch would have that of the whole batch.
+
+    Args:
+        batch_of: returns a batch of so many samples.
+
+    Raises:
+        RequestError: there is one.
+    """
+    (one, form), (two, form_of_two) = (_flat(batch_of(count), count) for count in (1, 2))
+    pairs = zip(one, two, strict=True) if form == form_of_two else ()
+    for of_one, of_two in pairs:
+        if isinstance(of_one, (int, float)) and isinstance(of_two, (int, float)) and of_one != of_two:
+            raise RequestError(
+                f"A number of a batch is {of_one} with one sample, {of_two} with two, and each micro-batch would have "
+                f"that of the whole batch. Leave it out, and have the task take it of the tensors that it gets "
+                f"(len(targets)), or use a strategy without stages, as ddp."
+            )
 
 
 def in_micro_batches(model: nn.Module, count: int) -> None:
@@ -72,22 +101,40 @@ class _InMicroBatches(nn.Module):
         """
         forward, name = super().forward, type(self).__name__
         cut, sizes = micro_batches_of((args, kwargs), self.micro_batches, f"{name} is given", _REMEDY)
-        inputs = [each for each, size in zip(cut, sizes, strict=True) if size]
+        inputs, sizes = [each for each, size in zip(cut, sizes, strict=True) if size], [each for each in sizes if each]
         if len(inputs) < 2:
             return forward(*args, **kwargs)
         with nullcontext() if torch.compiler.is_compiling() else self._watch_of_micro_batches.one():
             outputs = [forward(*each_args, **each_kwargs) for each_args, each_kwargs in inputs]
-        return _joined(outputs, sum(sizes), f"{name} returns")
+        return joined_rows(outputs, sizes, f"{name} returns", _REMEDY)
 
 
-def _joined(outputs: Sequence[Any], size: int, whose: str) -> Any:
-    """Put the outputs of the micro-batches together."""
-    flat = [tree_flatten(output) for output in outputs]
-    if sum(_batch_size(values, whose, _REMEDY) for values, _ in flat) != size:
-        raise _uncut(flat[0][0], whose, _REMEDY)
+def joined_rows(outputs: Sequence[Any], sizes: Sequence[int], whose: str, remedy: str = "") -> Any:
+    """Put the outputs of micro-batches together, whose sizes are given.
+
+    Raises:
+        RequestError: they are not tensors, or lists, with a row for each sample.
+    """
+    if sum(_batch_size(tree_flatten(output)[0], whose, remedy) for output in outputs) != sum(sizes):
+        raise _uncut(tree_flatten(outputs[0])[0], whose, remedy)
+    flat = [_flat(output, size) for output, size in zip(outputs, sizes, strict=True)]
     columns = zip(*(values for values, _ in flat), strict=True)
-    joined = [torch.cat(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
-    return tree_unflatten(joined, flat[0][1])
+    return tree_unflatten([*map(_joined, columns)], flat[0][1])
+
+
+def _joined(column: Sequence[Any]) -> Any:
+    if isinstance(column[0], list):
+        return [*chain.from_iterable(column)]
+    return torch.cat([*column]) if isinstance(column[0], Tensor) else column[0]
+
+
+def _flat(values: Any, size: int) -> tuple[list[Any], Any]:
+    """Return the parts of some values, and their form: a list with a plain value for each of so many samples is one."""
+
+    def is_column(value: Any) -> bool:
+        return type(value) is list and len(value) == size and all(isinstance(each, _PLAIN) for each in value)
+
+    return tree_flatten(values, is_leaf=is_column)
 
 
 def _batch_size(values: Sequence[Any], whose: str, remedy: str) -> int:

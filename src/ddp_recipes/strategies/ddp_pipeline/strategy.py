@@ -12,6 +12,7 @@ from ddp_recipes._compat.model_parallel import of_no_data
 from ddp_recipes._compat.torch_ import late_hooks
 from ddp_recipes.devices import for_sums
 from ddp_recipes.errors import RequestError
+from ddp_recipes.model_parallel.micro_batches import joined_rows
 from ddp_recipes.model_parallel.pipeline import Pipeline, joined
 from ddp_recipes.model_parallel.placement import Layout
 from ddp_recipes.runtime.messages import Messages
@@ -101,8 +102,9 @@ class DDPPipeline(Group):
             return self._in_all_processes(pipeline.run("validation_step", batch))
 
         def predict_step(batch: Any) -> Any:
-            outputs, _ = pipeline.run("predict_step", batch)
-            return torch.cat(outputs) if outputs else None
+            outputs, sizes = pipeline.run("predict_step", batch)
+            given = outputs and outputs[0] is not None
+            return joined_rows(outputs, sizes, "predict_step returns") if given else None
 
         task.validation_step = validation_step  # type: ignore[method-assign]
         task.predict_step = predict_step  # type: ignore[method-assign]
