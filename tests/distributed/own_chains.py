@@ -275,10 +275,11 @@ class _Exploding(nn.Module):
 
 
 class Frozen(Chain):
-    """Its first blocks are not trained."""
+    """Its first blocks are not trained, and one does not drop."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features)
+        super().__init__(in_features, out_features, dropout=0.3)
+        self[2].eval()
         for parameter in (*self[0].parameters(), *self[3].parameters()):
             parameter.requires_grad_(False)
 

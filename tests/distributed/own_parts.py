@@ -720,13 +720,23 @@ class Extra(Toy):
 
 
 class Norms(Toy):
-    """Has two batch norms, of which one is in eval mode from the beginning, or all of the model is."""
+    """Has two batch norms, of which one is in eval mode from the beginning, or all of the model is.
 
-    def __init__(self, *arguments: Any, whole: bool = False, **options: Any) -> None:
+    Args:
+        by: ``train``: the model's own puts it there.
+    """
+
+    def __init__(self, *arguments: Any, whole: bool = False, by: str = "init", **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.frozen, self.norm = nn.BatchNorm1d(10).eval(), nn.BatchNorm1d(10)
+        self.frozen, self.norm, self.by = nn.BatchNorm1d(10).train(by == "train"), nn.BatchNorm1d(10), by
         if whole:
             self.eval()  # as what is loaded by from_pretrained
+
+    def train(self, mode: bool = True) -> "Norms":
+        super().train(mode)
+        if self.by == "train":
+            self.frozen.eval()
+        return self
 
     def forward(self, inputs: Tensor) -> Tensor:
         return cast(Tensor, super().forward(self.frozen(inputs) + self.norm(inputs)))

@@ -156,11 +156,13 @@ def test_validation_comes_when_it_is_due(run: Run, notes: Callable[[], list[dict
     assert validations("data.val=null") == [[]] * 2
 
 
-@pytest.mark.parametrize(("whole", "counts"), [("false", (0, 16)), ("true", (16, 16))])
+@pytest.mark.parametrize(
+    ("own", "counts"), [("whole=false", (0, 16)), ("whole=true", (16, 16)), ("by=train", (0, 16))], ids=str
+)
 def test_parts_that_are_in_eval_mode_stay_so(
-    whole: str, counts: tuple[int, int], run: Run, weights: Callable[[Summary], dict[str, Any]]
+    own: str, counts: tuple[int, int], run: Run, weights: Callable[[Summary], dict[str, Any]]
 ) -> None:
     """But a model that is in eval mode as a whole, as it comes from Hugging Face, is put in training mode."""
-    norms = ["model._target_=own_parts.Norms", f"+model.whole={whole}", "trainer.val_check_interval=0.5"]
+    norms = ["model._target_=own_parts.Norms", f"+model.{own}", "trainer.val_check_interval=0.5"]
     found = weights(run(*norms))
     assert (found["frozen.num_batches_tracked"], found["norm.num_batches_tracked"]) == counts

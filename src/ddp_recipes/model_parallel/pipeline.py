@@ -105,14 +105,19 @@ class Pipeline:
         self._outputs: list[Any] = []
         self._numbers = dict.fromkeys(self.layout.mine, 0)
         for each in self.tasks.values():
-            if each.training != self.task.training:
-                each.train(self.task.training)
+            self._take_modes(each)
         self._now = self._prepare()
         with self._apart():
             self._run_schedule()
         for module, copied in self._copied:  # a stage may have put a new tensor in a buffer's place
             buffers_of(module).update(buffers_of(copied))
         return self._outputs, [size for size in self._sizes if size] if self.layout.has_last else []
+
+    def _take_modes(self, copied: Task) -> None:
+        """Put each module of a copy in the mode of the task's own: a part of a task may be in another one than all."""
+        for module, own in zip(self.task.modules(), copied.modules(), strict=True):
+            if own.training != module.training:
+                own.training = module.training
 
     def _run_schedule(self) -> None:
         """Run all micro-batches; raise what a stage raised, in whose place torch puts an error of its own."""
@@ -245,7 +250,7 @@ class Pipeline:
 
     def _crossing(self, cut: int) -> Crossing:
         """Return what crosses a cut for the largest micro-batch, flat and without data."""
-        self.shapes.train(self.task.training)
+        self._take_modes(self.shapes)
         with seeded(0), torch.set_grad_enabled(self.training):  # so that the processes on both sides draw the same
             try:
                 found: Crossing = self.shapes_cut.run(self._call(self.shapes, self._inputs[0]), cut, None)

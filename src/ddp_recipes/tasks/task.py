@@ -308,12 +308,13 @@ class Task(nn.Module):
     def enter_training(self) -> None:
         """Put the model in training mode, but for parts of it that are in eval mode, which stay so.
 
+        Its own ``train`` has the first word: what that leaves in eval mode, as statistics of a batch norm, stays there.
         One that is in eval mode as a whole, as Hugging Face's are when they are loaded, is put in training mode.
         """
-        if self.model.training:
-            Modes(self).restore()
-        else:
-            self.train()
+        still = [each for each in self.modules() if not each.training] if self.model.training else []
+        self.train()
+        for each in still:
+            each.training = False
 
     def enter_evaluation(self, split: str) -> None:
         """Put all in eval mode, for a split as in :meth:`start_evaluation`."""

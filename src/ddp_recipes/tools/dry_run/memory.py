@@ -73,7 +73,7 @@ class Step:
         self.recipe, self.task, self.devices, self.mode, self.exchange = recipe, task, devices, mode, exchange
         self.failure: str | None = None
         self.unused: list[str] = []
-        task.train()
+        task.enter_training()
         self.trained = {
             name: exchange.parts.get(each, each)
             for name, each in task.named_parameters()
