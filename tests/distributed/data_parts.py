@@ -169,3 +169,15 @@ class Masks(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.images[index], self.masks[index]
+
+
+class Unsqueezed(Task):
+    """Returns a loss of the shape [1], or none of what a step returns."""
+
+    def __init__(self, nothing: bool = False, **parts: Any) -> None:
+        super().__init__(**parts)
+        self.nothing = nothing
+
+    def training_step(self, batch: Any) -> Any:
+        output = super().training_step(batch)
+        return None if self.nothing else output._replace(loss=output.loss.reshape(1))

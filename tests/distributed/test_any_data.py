@@ -221,6 +221,16 @@ def test_predictions_of_batches_that_are_padded_by_themselves_are_a_list_of_rows
         assert not one[length:].any()
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_pipeline"])
+def test_a_loss_of_one_number_is_a_scalar(strategy: str, run: Run) -> None:
+    own = [f"strategy={strategy}", "data.global_batch_size=8", "trainer.max_steps=2"]
+    found, expected = (run(*own, *task, world_size=2) for task in (["task._target_=data_parts.Unsqueezed"], []))
+    assert found["weights_sha256"] == expected["weights_sha256"]
+    assert found["metrics"]["train/loss"] == expected["metrics"]["train/loss"]
+    with pytest.raises((RequestError, RuntimeError), match=r"Unsqueezed.training_step returns NoneType. Return ddp_re"):
+        run(*own, "task._target_=data_parts.Unsqueezed", "+task.nothing=true", world_size=2)
+
+
 OUTPUTS = [("out", "null"), ("dict", "out"), ("tuple", "0"), ("list", "1"), ("named", "logits")]
 
 

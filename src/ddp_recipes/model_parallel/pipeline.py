@@ -24,6 +24,7 @@ from ddp_recipes.model_parallel.placement import META, Conflict, Layout, keep_ow
 from ddp_recipes.runtime.seeding import key, restored, seed_step, seeded
 from ddp_recipes.tasks import StepOutput, Task
 from ddp_recipes.tasks.fake import without_data
+from ddp_recipes.tasks.task import checked
 
 MAX_FORMS = 16  # of batches (shapes of tensors), for which buffers are kept
 
@@ -177,6 +178,8 @@ class Pipeline:
         if isinstance(output, Crossing):
             self._refuse_another_way(stage + 1, output.block)
             return tuple(_flat(tensor, flat) for tensor, flat in zip(output.tensors, sent, strict=True))
+        if self._step != "predict_step":
+            output = checked(output, getattr(type(self.task), self._step))
         if not self.training:
             self._outputs.append(output)
             return torch.zeros((), device=self.device)

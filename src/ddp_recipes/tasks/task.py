@@ -457,14 +457,19 @@ class Task(nn.Module):
 
 
 def output_of(step: Callable[[Any], StepOutput], batch: Any) -> StepOutput:
-    """Return what a step of a task returns for a batch.
+    """Return what a step of a task returns for a batch, as :func:`checked` does."""
+    return checked(step(batch), step)
+
+
+def checked(output: Any, step: Callable[..., Any]) -> StepOutput:
+    """Return what a step of a task returned; a loss of one number is a scalar, as ``backward`` takes it.
 
     Raises:
         RequestError: it is none of what a step returns, but a loss alone, or nothing.
     """
-    output = step(batch)
     if isinstance(output, StepOutput) and isinstance(output.loss, Tensor):
-        return output
+        one = output.loss.dim() and output.loss.numel() == 1
+        return output._replace(loss=output.loss.reshape(())) if one else output
     given = f"the loss as a {type(output.loss).__name__}" if isinstance(output, StepOutput) else type(output).__name__
     raise RequestError(
         f"{step.__qualname__} returns {given}. Return ddp_recipes.StepOutput(loss, metrics, samples): a tensor, a dict "
