@@ -138,11 +138,7 @@ class Form:
 
     def of(self, data: Any) -> Any:
         """Return a batch in this form; where it is already, or may be anything, that is the batch itself."""
-        return (
-            data
-            if self == AS_IT_COMES
-            else change_each(data, self._of_one, lambda value: isinstance(value, torch.Tensor))
-        )
+        return data if self == AS_IT_COMES else change_each(data, self._of_one)
 
     def _of_one(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.dtype is not None and tensor.is_floating_point():
