@@ -3,6 +3,7 @@
 import argparse
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -48,6 +49,7 @@ def main(argv: Sequence[str]) -> int:
             file=sys.stderr,
         )
         return 2
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # which ends the competitors, too
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else what is ours alone is compiled at each start
     settings = Settings(
         quick=args.quick,
