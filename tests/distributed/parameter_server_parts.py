@@ -53,7 +53,7 @@ class Traced(Toy):
 
     def _wait_for_others(self) -> None:
         """Wait until one is as far ahead; not long: it may be that this rank was dealt what it would need."""
-        until = time.monotonic() + 5
+        until = time.monotonic() + 1
         while self.ahead and self.step > 9 and time.monotonic() < until:
             if f"begin {self.step + self.ahead} " in self.path.read_text():
                 self.ahead = 0
