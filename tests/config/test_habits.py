@@ -27,7 +27,7 @@ QUICK = [*TINY, "launcher.device=cpu", "strategy=single", "trainer.progress=fals
 
 NEWER = not hydra.__version__.startswith("1.3")  # whose errors are worded otherwise
 BASE: dict[str, str] = {} if NEWER else {"version_base": "1.3"}  # 1.4 warns of it
-NULL = "" if NEWER else "hydra.sweeper.params is null, and Hydra puts no keys into it."
+NULL = "hydra.sweeper.params is null, and Hydra puts no keys into it."
 
 
 def message_of(*overrides: str, **options: Any) -> str:
@@ -90,8 +90,14 @@ EXPLAINED = [
         "--config-name trian: there is none. There are: train. Did you mean 'train'?",
     ),
     ("--experimental-rerun=x", "ddp_recipes.run(OmegaConf.load("),
-    ("hydra.sweeper.params={seed: 1}", f"hydra.sweeper.params={{seed: 1}}: {NULL}"),
-    ("hydra.sweeper.params.seed=1", f"hydra.sweeper.params.seed=1: {NULL}"),
+    (
+        "hydra.sweeper.params={seed: 1}",
+        f"params={{seed: 1}}: {'there is no key hydra.sweeper.params.seed.' if NEWER else NULL}",
+    ),
+    (
+        "hydra.sweeper.params.seed=1",
+        "params.seed=1: " + ("Cannot set 'hydra.sweeper.params.seed' because" if NEWER else NULL),
+    ),
     ("++trianer.max_epochs=3", "++trianer.max_epochs=3: there is no key trianer, and nothing refers to it"),
     ("+scheduler@warmup=cosine", "+scheduler@warmup=cosine: there is no key warmup, and nothing refers to it"),
     ("--resolve", "--resolve is about what --cfg shows, and there is no --cfg, as in --cfg job --resolve."),

@@ -24,7 +24,7 @@ from ddp_recipes.runtime.seeding import (
     seeded,
     set_rng_states,
 )
-from ddp_recipes.runtime.tensors import change_each, is_tensor, tensors_in, with_values
+from ddp_recipes.runtime.tensors import change_each, tensors_in, with_values
 
 LARGE = 32 << 20  # bytes of a batch: glibc gives so much back when it is freed, and the system fills it with zeros anew
 ALIGNED = 64  # bytes: where torch has tensors begin. Some kernels round otherwise where they begin elsewhere
@@ -115,7 +115,7 @@ def to_device(data: Any, device: torch.device, pin: bool = False) -> Any:
         # What a data set has put on another GPU cannot be pinned, nor need it be.
         return (value.pin_memory() if pin and value.is_cpu else value).to(device, non_blocking=True)
 
-    return change_each(data, move, lambda value: is_tensor(value) or callable(getattr(value, "to", None)))
+    return change_each(data, move, lambda value: torch.is_tensor(value) or callable(getattr(value, "to", None)))
 
 
 def samples_in(batch: Any) -> int:

@@ -199,11 +199,7 @@ def tensors_in(data: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
             yield from tensors_in(part, seen)
 
 
-def is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def change_each(data: Any, change: Callable[[Any], Any], is_one: Callable[[Any], bool] = is_tensor) -> Any:
+def change_each(data: Any, change: Callable[[Any], Any], is_one: Callable[[Any], bool] = torch.is_tensor) -> Any:
     """Return data with what ``is_one`` picks out of (nested) tuples, lists, dicts and dataclasses changed."""
     if is_one(data):
         return change(data)

@@ -80,7 +80,7 @@ class World:
 
 @contextmanager
 def whole_numbers(*names: str) -> Iterator[None]:
-    """Refuse these variables of the environment where one is read that is no number."""
+    """Refuse environment variables of these names where one of them is no whole number."""
     try:
         yield
     except ValueError as error:

@@ -103,7 +103,7 @@ class Stream(Dataset[Any]):
         self.index = load(str(path), self.cache)
         if of_training is not None:
             with suppress(RequestError):  # to evaluate takes no such set
-                self.index = of_kinds(self.index, load(str(of_training), self.cache))
+                self.index = of_kinds(self.index, str(of_training), self.cache)
         self.window, self.interleave, self.on_error = window, interleave, on_error
         self.memory = round(min(memory_mb, 1e9) * 1e6)
         self._range = _rows_of(split, sum(self.index.rows), val_fraction, str(path))

@@ -420,9 +420,19 @@ def assembled(root: str, parts: Iterator[tuple[Shard, Columns]], more: Mapping[s
     return Index(root, tuple(shards), columns, more)
 
 
-def of_kinds(index: Index, other: Index) -> Index:
-    """Return an index whose numbers are of the kinds that they have in another set of its format: 1 is 1.0 with 1.5."""
-    formats = {RECORDS.get(format_of(shard.name) or "", Records) for shard in (*index.shards, *other.shards)}
+def of_kinds(index: Index, path: str, cache: Cache) -> Index:
+    """Return an index whose numbers are of the kinds that they have in another set of its format: 1 is 1.0 with 1.5.
+
+    That set is looked at only where kinds follow from the rows of a shard, as in jsonl and csv.
+
+    Raises:
+        RequestError: that set cannot be read.
+    """
+    formats = {RECORDS.get(format_of(shard.name) or "", Records) for shard in index.shards}
+    if all(each.together is Records.together for each in formats):
+        return index
+    other = load(path, cache)
+    formats |= {RECORDS.get(format_of(shard.name) or "", Records) for shard in other.shards}
     both = formats.pop().together(index.columns, other.columns) if len(formats) == 1 else None
     return index if both is None else replace(index, columns={name: both[name] for name in index.columns})
 
