@@ -92,7 +92,7 @@ class Output:
             self._draw()
         if run is None:
             return
-        run.logger, run.progress = self.logger, self.progress
+        run.logger, run.progress, run.note = self.logger, self.progress, self.note
         if recipe.state is not None:
             run.checkpointer.load_state(recipe.state["checkpointer"], run.cursor.step)
         if not quick and any(node.get("graph", False) for node in recipe.loggers.values()):
@@ -122,7 +122,7 @@ class Output:
         """Write what the summary says by now: nobody may be left to write it later."""
         if self.directory is not None:
             with recording():
-                write_summary(self.directory.path, self.facts(None))
+                write_summary(self.directory.path, self.facts(None), durable=False)
 
     def _make_checkpointer(self, run: Run) -> None:
         """Give a training run what writes its checkpoints, on the ranks that do."""

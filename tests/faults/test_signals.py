@@ -274,7 +274,13 @@ def test_ctrl_c_with_a_stopped_rank_ends_all_the_same(folder: Path) -> None:
         run.signal(SIGINT)
         ended = run.end(GONE_S)
     assert ended.status == 130
-    assert summary(folder / "run")["status"] == "failed"
+    said, newest = summary(folder / "run"), int(max((folder / "run/checkpoints").glob("step_*")).stem[5:])
+    assert said["status"] == "failed"
+    assert said["error"] == f"stopped by SIGINT before another checkpoint was saved; the newest is of step {newest}"
+    assert (said["global_step"], said["samples_seen"]) == (newest, 40 * newest), (
+        "how far it came, for all that is known"
+    )
+    assert said["last_checkpoint"] == str(folder / "run/checkpoints/last.pt")
 
 
 @pytest.mark.parametrize("number", [SIGINT, *at_night(SIGTERM)])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
@@ -152,6 +153,15 @@ def test_files_of_a_tar_that_are_no_columns_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"Row 0 of .*1.tar cannot be decoded: it has two files 'a.txt'"):
         stream[0]
     assert stream[1] == ""
+
+
+def test_an_image_of_more_than_eight_bits_is_named(tmp_path: Path) -> None:
+    """All above 255 was 255."""
+    Image.new("I;16", (4, 4), 3000).save(tmp_path / "0.png")
+    with tarfile.open(tmp_path / "0.tar", "w") as file:
+        file.add(tmp_path / "0.png", "0.png")
+    with pytest.raises(ValueError, match=r"Row 0 of .*0.tar cannot be decoded: its 'png' .* has mode I"):
+        Stream(str(tmp_path / "0.tar"), inputs="png")[0]
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.PAX_FORMAT])

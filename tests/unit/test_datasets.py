@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -414,6 +415,19 @@ def test_a_pipe_among_images_is_no_image_and_is_not_waited_for(tmp_path: Path) -
     os.mkfifo(tmp_path / "train" / "cats" / "pipe.png")
     with pytest.raises(RequestError, match=r"pipe\.png is no regular file"):
         datasets.image_folder(tmp_path, image_size=32)[0]
+
+
+def test_images_of_more_than_eight_bits_are_refused(tmp_path: Path) -> None:
+    from PIL import Image
+
+    folder = tmp_path / "train" / "depths"
+    folder.mkdir(parents=True)
+    for name, most in (("dark", 255), ("far", 256)):
+        Image.fromarray(numpy.full((40, 40), most, dtype="uint16")).save(folder / f"{name}.png")
+    found = datasets.image_folder(tmp_path, image_size=32, transform=numpy.asarray)
+    assert found[0][0].tolist() == numpy.full((40, 40, 3), 255).tolist()
+    with pytest.raises(RequestError, match=r"far\.png: images are read in RGB, .* mode I.*\. Give its array by"):
+        found[1]
 
 
 def test_image_folder_with_random_transforms(tmp_path: Path) -> None:

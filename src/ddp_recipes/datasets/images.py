@@ -84,7 +84,7 @@ def rgb_image(path: str | Path) -> Any:
     """Return an image of PIL's, in RGB.
 
     Raises:
-        RequestError: it is no regular file.
+        RequestError: it is no regular file, or has values that RGB does not.
     """
     from PIL import Image
 
@@ -92,7 +92,22 @@ def rgb_image(path: str | Path) -> Any:
     with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise RequestError(f"{path} is no regular file, and so no image. Take it out of the data.")
-        return Image.open(file).convert("RGB")
+        try:
+            return in_rgb(Image.open(file))
+        except ValueError as error:
+            raise RequestError(f"{path}: {error} by a data set of your own.") from error
+
+
+def in_rgb(image: Any) -> Any:
+    """Return an image of PIL's in RGB, of 8 bits a channel.
+
+    Raises:
+        ValueError: it has other values, as depths and most medical images do, which Pillow would cut to 255.
+    """
+    image.load()  # its file may be closed afterwards
+    if image.mode[0] == "F" or (image.mode[0] == "I" and image.getextrema()[1] > 255):
+        raise ValueError(f"images are read in RGB, of 8 bits a channel, and one has mode {image.mode}. Give its array")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def imagenet_transform(image_size: int) -> Transform:

@@ -184,14 +184,14 @@ def refuse_used(path: Path, resumed: bool) -> None:
         )
 
 
-def write_summary(path: Path, summary: Summary) -> None:
+def write_summary(path: Path, summary: Summary, durable: bool = True) -> None:
     """Write ``summary.json``, complete or not at all; what is not finite, which JSON does not have, becomes null.
 
     Where the disk is full, in the place of the one that is there, which says that the run goes on.
     """
     text = json.dumps(_finite(summary), indent=2, allow_nan=False, default=str) + "\n"
     try:
-        write_text(path / "summary.json", text)
+        write_text(path / "summary.json", text, durable)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not write_over(path / "summary.json", text.encode()):
             raise

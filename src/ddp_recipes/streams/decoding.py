@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_recipes.datasets.images import imagenet_transform
+from ddp_recipes.datasets.images import imagenet_transform, in_rgb
 from ddp_recipes.errors import RequestError, nearest
 from ddp_recipes.streams.reader import BadRow, Row
 
@@ -167,7 +167,7 @@ def _image(content: bytes) -> Any:
 
     with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
         image.load()
-        return image if image.mode == "RGB" else image.convert("RGB")
+        return in_rgb(image)
 
 
 def _tensors(value: Any) -> Any:

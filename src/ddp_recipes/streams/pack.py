@@ -24,6 +24,7 @@ import torch
 from ddp_recipes.config.targets import check_name
 from ddp_recipes.data.loader import size_of
 from ddp_recipes.data.order import Sequential, Shuffled
+from ddp_recipes.datasets.images import in_rgb
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.streams.cache import Cache, locked
@@ -528,8 +529,6 @@ def _png(image: Any) -> bytes:
     Raises:
         ValueError: numbers would be lost when it is read.
     """
-    if image.mode[0] in "IF":
-        raise ValueError(f"images are read in RGB, of 8 bits a channel, and one has mode {image.mode}. Give its array")
     content = io.BytesIO()
-    (image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else image.convert("RGB")).save(content, "PNG")
+    (image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else in_rgb(image)).save(content, "PNG")
     return content.getvalue()

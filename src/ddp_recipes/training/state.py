@@ -103,6 +103,7 @@ class Run:
     reason: str = ""  # why it ended, once it has: what `loop.fit` returns
     saved_step: int = -1
     good_step: int = -1  # the same, where checkpoints are written
+    note: Callable[[], None] = lambda: None  # writes how far it came: nobody may be left to write it later
 
     def __post_init__(self) -> None:
         """Note which parameters are trained at first."""
@@ -392,6 +393,7 @@ def save(run: Run, measured: bool) -> None:
         run.saved_step = run.cursor.step
         if run.checkpoint.enabled and not run.trainer.fast_dev_run:
             run.good_step = run.saved_step
+            run.note()
 
 
 @contextmanager

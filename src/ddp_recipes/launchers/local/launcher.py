@@ -173,8 +173,11 @@ def _supervise(
     stopped = [rank for rank in stuck if rank.stopped]  # the others have been waiting for these, and were about to fail
     end_with_stacks(job, stuck)
     outcome = decide(reports, deaths, killed=[rank.number for rank in stopped or stuck], signals=signals)
-    if isinstance(outcome.result, KeyboardInterrupt) and not any(rank.began for rank in ranks) and job.saved_step >= 0:
-        return _of_checkpoint(job, signals[0])
+    if isinstance(outcome.result, KeyboardInterrupt) and (newest := job.saved_step) >= 0:
+        if not any(rank.began for rank in ranks):
+            return _of_checkpoint(job, signals[0])
+        why = f"stopped by {signals[0]} before another checkpoint was saved; the newest is of step {newest}"
+        return Outcome(KeyboardInterrupt(why), why)
     return outcome
 
 
