@@ -173,16 +173,20 @@ def _supervise(
     stopped = [rank for rank in stuck if rank.stopped]  # the others have been waiting for these, and were about to fail
     end_with_stacks(job, stuck)
     outcome = decide(reports, deaths, killed=[rank.number for rank in stopped or stuck], signals=signals)
-    if isinstance(outcome.result, KeyboardInterrupt) and (newest := job.saved_step) >= 0:
-        if not any(rank.began for rank in ranks):
-            return _of_checkpoint(job, signals[0])
-        why = f"stopped by {signals[0]} before another checkpoint was saved; the newest is of step {newest}"
-        return Outcome(KeyboardInterrupt(why), why)
+    if isinstance(outcome.result, KeyboardInterrupt) and job.saved_step >= 0:
+        return _of_checkpoint(job, signals[0], any(rank.began for rank in ranks))
     return outcome
 
 
-def _of_checkpoint(job: Job, name: str) -> Outcome:
-    """Return what becomes of a run that is stopped before it has gone on from its own newest checkpoint."""
+def _of_checkpoint(job: Job, name: str, began: bool) -> Outcome:
+    """Return what becomes of a run that is stopped without another checkpoint than those that it has.
+
+    Args:
+        began: whether it had gone on from the newest.
+    """
+    if began:
+        why = f"stopped by {name} before another checkpoint was saved; the newest is of step {job.saved_step}"
+        return Outcome(KeyboardInterrupt(why), why)
     message = (
         f"Stopped by {name.replace('SIGINT', 'Ctrl-C')} before it went on from step {job.saved_step}, where its newest "
         f"checkpoint is. To resume, start again with the same hydra.run.dir and ckpt_path=auto."
