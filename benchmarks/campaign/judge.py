@@ -249,7 +249,7 @@ def losses(played: Played) -> Iterator[tuple[int, int]]:
     recipe = RECIPES[played.script.recipe]
     process, reached, saved = None, 0, False
     least: int | None = None  # where a damaged checkpoint leaves the run
-    again = replacing.started_again(played)
+    again = max(replacing.started_again(played), replacing.killed_all(played))
     for pid, word, number in played.journal:
         if word == "preempted":
             saved = True

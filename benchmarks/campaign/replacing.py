@@ -210,19 +210,26 @@ def may_lose_all(played: Played) -> bool:
 def beside_another(done: Done, played: Played) -> bool:
     """Whether it may have hit ranks that were about to end because of another loss, which is the one named.
 
-    On nodes all ranks end and others begin after each loss. One that is stopped may die of the next loss.
+    On nodes all ranks end and others begin after each loss, also one that has yet to miss its data worker. One that is
+    stopped may die of the next loss.
     """
     later = [each for each in played.done if 0 < each.at - done.at < played.script.timeout_s]
     if done.fault.kind == "stop_rank" and any(each.fault.kind in ("kill_server", "kill_node") for each in later):
         return True
     near = any(abs(each.at - done.at) < 5 for each in played.done if each is not done)
-    return near and (started_again(played) > 0 or (played.script.mode in ON_NODES and done.fault.place == "replacing"))
+    unnoticed = done.fault.place == "replacing" or done.fault.kind == "kill_worker"
+    return near and (started_again(played) > 0 or (played.script.mode in ON_NODES and unnoticed))
 
 
 def started_again(played: Played) -> int:
     """Return how often all ranks started again, from the last checkpoint or without one, or were about to."""
     begun = [text for started in played.starts for text in started.text.split("\nddp_recipes ")]
     return sum(len(AGAIN.findall(text)) or len(STOPPED.findall(text)) for text in begun)
+
+
+def killed_all(played: Played) -> int:
+    """Return how often all ranks were killed at once: what any of them had kept may be of an earlier step."""
+    return sum(done.fault.kind == "kill_two" and done.world_size == 2 for done in played.done)
 
 
 def histogram(seconds: Sequence[float]) -> list[list[str]]:
