@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +35,6 @@ from ddp_recipes.tasks import RunContext, Task
 from ddp_recipes.training.cadence import Length
 from ddp_recipes.training.precision import whole_dtype
 from ddp_recipes.training.state import load_part
-
-if TYPE_CHECKING:
-    pass
 
 _ASKED_LATER = {"checkpointer", "cursor", "purge_step", "run"}  # of a checkpoint, once it is loaded
 

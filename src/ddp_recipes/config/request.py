@@ -27,7 +27,7 @@ from ddp_recipes.config.settings import (
     TrainerSettings,
     launcher_settings,
 )
-from ddp_recipes.devices import HOST, Found, missing, refuse_on_host, visible
+from ddp_recipes.devices import HOST, Found, missing, refuse_on_host
 from ddp_recipes.errors import RequestError, nearest
 
 GROUPS = ("data", "model", "task", "optimizer", "scheduler", "strategy", "launcher", "trainer", "logger", "checkpoint")
@@ -252,8 +252,3 @@ def _unfit(config: DictConfig, error: InterpolationKeyError) -> RequestError:
 
 def _first_line(error: Exception) -> str:
     return str(error).splitlines()[0]
-
-
-def visible_gpus() -> Found:
-    """Return what :meth:`Request.processes` is given, under the name that own launchers know."""
-    return visible("auto")
