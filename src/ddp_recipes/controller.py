@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_recipes.config import compose
 from ddp_recipes.config.overrides import deleting_null
-from ddp_recipes.config.request import Request, resolve
+from ddp_recipes.config.request import Request
 from ddp_recipes.config.settings import launcher_class
 from ddp_recipes.config.translate import translated
 from ddp_recipes.devices import chosen_here
@@ -183,7 +183,9 @@ class Controller:
             directory, fresh = datetime.now().strftime("outputs/%Y-%m-%d/%H-%M-%S"), True
         with self._directory(config, Path(directory).absolute(), fresh) as made:
             hydra["config.yaml"] = OmegaConf.to_yaml(config)
-            return self._launch(Job(resolve(config), made, hydra, overrides, last=self._leaves, base=self._base))
+            return self._launch(
+                Job(compose.resolve(config), made, hydra, overrides, last=self._leaves, base=self._base)
+            )
 
     @contextmanager
     def _directory(self, config: DictConfig, path: Path, fresh: bool) -> Iterator[Path]:
@@ -206,7 +208,7 @@ class Controller:
         """Run one composed config in its Hydra job; return the monitored metric."""
         compose.separate_loggers(config)
         job = Job(
-            resolve(config),
+            compose.resolve(config),
             Path(HydraConfig.get().runtime.output_dir),
             {"config.yaml": OmegaConf.to_yaml(config), **compose.record()},
             compose.overrides_of_job(),

@@ -33,8 +33,8 @@ from torch.distributed import FileStore, Store
 from ddp_recipes import rank
 from ddp_recipes._compat.torch_ import load_what_ddp_needs
 from ddp_recipes.config import compose
+from ddp_recipes.config.compose import resolve
 from ddp_recipes.config.overrides import deleting_null, spelled_out
-from ddp_recipes.config.request import resolve
 from ddp_recipes.config.translate import translated
 from ddp_recipes.errors import RecipeError, RequestError
 from ddp_recipes.main import CONF

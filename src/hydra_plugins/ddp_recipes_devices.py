@@ -166,7 +166,8 @@ def work(file: int, pipe: int) -> NoReturn:
 
 
 def _needed(config: DictConfig, found: "Found") -> int:
-    from ddp_recipes.config.request import Request, resolve
+    from ddp_recipes.config.compose import resolve
+    from ddp_recipes.config.request import Request
     from ddp_recipes.devices import HOST
     from ddp_recipes.errors import RequestError
 

@@ -18,7 +18,7 @@ from ddp_recipes.build.observers import make_logger
 from ddp_recipes.build.recipe import Recipe, make_recipe
 from ddp_recipes.build.run import make_optimizers_and_schedules, make_run, make_stop_controller
 from ddp_recipes.config import compose
-from ddp_recipes.config.request import resolve
+from ddp_recipes.config.compose import resolve
 from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.main import CONF

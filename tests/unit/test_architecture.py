@@ -260,13 +260,13 @@ def test_the_launching_parent_needs_no_torch(tmp_path: Path) -> None:
     code = """
 from ddp_recipes.config import compose
 from ddp_recipes import main
-from ddp_recipes.config.request import Request, resolve
+from ddp_recipes.config.request import Request
 from ddp_recipes.devices import NONE
 import ddp_recipes.launchers.local
 from omegaconf import OmegaConf
 with compose.session(main.CONF) as hydra:
     config = compose.compose(hydra, "train", [])
-Request.of(resolve(OmegaConf.masked_copy(config, [name for name in config if name != "hydra"]))).processes(NONE)
+Request.of(compose.resolve(OmegaConf.masked_copy(config, [name for name in config if name != "hydra"]))).processes(NONE)
 """
     assert not loaded_by(code, tmp_path) & {"torch", "torchvision", "torchmetrics", "tensorboard", "sklearn"}
 

@@ -11,8 +11,9 @@ from hypothesis import given, strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_recipes.config import compose
+from ddp_recipes.config.compose import resolve
 from ddp_recipes.config.overrides import spelled_out
-from ddp_recipes.config.request import Request, resolve
+from ddp_recipes.config.request import Request
 from ddp_recipes.devices import Found, is_here, missing, of_gpus, seen
 from ddp_recipes.errors import RequestError
 from ddp_recipes.main import CONF

@@ -1,19 +1,22 @@
-"""Hydra's part: from the command line to a composed config, and its errors in one message."""
+"""Hydra's part: from the command line to a composed config, and on to plain data."""
 
 import os
 import re
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePath
+from types import NoneType
+from typing import Any, get_type_hints
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import Container, DictConfig, ListConfig, Node, OmegaConf, open_dict
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from ddp_recipes._compat.hydra_ import (
     Callbacks,
@@ -22,17 +25,37 @@ from ddp_recipes._compat.hydra_ import (
     execution_whitelist,
     get_args_parser,
     outcome,
+    register_resolver,
     use_defaults_of_1_3,
 )
+from ddp_recipes._compat.messages import missing_interpolation_key
 from ddp_recipes._version import __version__
 from ddp_recipes.config import kinds
-from ddp_recipes.config.keys import parse as parse_keys
+from ddp_recipes.config.keys import of_environment, parse as parse_keys
 from ddp_recipes.config.overrides import deleting_null, quoted, refuse_unused, spelled_out
-from ddp_recipes.config.settings import SweepSettings, better
+from ddp_recipes.config.settings import (
+    CheckpointSettings,
+    ClusterSettings,
+    DataSettings,
+    LauncherSettings,
+    ModelSettings,
+    RunSettings,
+    SweepSettings,
+    TrainerSettings,
+    better,
+)
 from ddp_recipes.config.translate import comes_of_hydra, translated
-from ddp_recipes.errors import RequestError
+from ddp_recipes.errors import RequestError, nearest
 
 JOB_NAME = "train"
+SECTIONS: dict[str, type] = {  # whose keys have types that follow from no other key
+    "data": DataSettings,
+    "trainer": TrainerSettings,
+    "checkpoint": CheckpointSettings,
+    "launcher": LauncherSettings,
+    "model": ModelSettings,
+    "cluster": ClusterSettings,
+}
 
 Task = Callable[[DictConfig], float | None]
 
@@ -178,7 +201,7 @@ def directory_of(config: DictConfig, key: str) -> tuple[Path, bool]:
         given, section = OmegaConf.select(config, key), OmegaConf.select(config, key.rpartition(".")[0])
         follows_clock = section is not None and "${now:" in str(OmegaConf.to_container(section, resolve=False))
     except (OmegaConfBaseException, ValueError) as error:
-        raise RequestError(f"{key}: {str(error).splitlines()[0]}") from None
+        raise RequestError(f"{key}: {_first_line(error)}") from None
     if not isinstance(given, str):
         raise RequestError(f"{key}={given} is no directory. Allowed: the path of one.")
     return Path(given).absolute(), follows_clock
@@ -231,6 +254,115 @@ def _followed(config: DictConfig) -> Iterator[tuple[str, object, str]]:
     unseeded = isinstance(sampler, DictConfig) and sampler.get("seed", 0) is None
     if unseeded and sweeper.get("storage") is None and isinstance(config.seed, int):  # with one, others sample as well
         yield "hydra.sweeper.sampler.seed", config.seed, "an interrupted sweep goes on where it is called again"
+
+
+def resolve(config: DictConfig) -> dict[str, Any]:
+    """Return a config as plain data with every interpolation resolved, but for what comes from the environment.
+
+    ``${oc.env:…}`` stays as it is, also inside other text: each rank resolves it when it uses it, so a
+    secret reaches no file and no other process. Only numbers, switches and choices of ours are resolved here, for
+    they are checked here and are the same on all ranks.
+
+    Raises:
+        RequestError: a value is missing or an integer that no machine takes, or an interpolation has no target.
+    """
+    given = [*_values(OmegaConf.to_container(config, enum_to_str=True))]
+    for key, value in given:
+        if type(value) is int and value.bit_length() > 63:
+            raise RequestError(f"{key} is an integer of {value.bit_length() + 1} bits. Allowed: those of 64 bits.")
+    if missing := [key for key, value in given if value == "???"]:
+        them = "it" if len(missing) == 1 else "them"
+        raise RequestError(f"{', '.join(missing)} must be given: this choice has no default for {them}.")
+    plain = _plain(config)
+    found = _of_environment(RunSettings, plain)
+    for name, settings in SECTIONS.items():
+        if isinstance(plain.get(name), dict) and (inside := _of_environment(settings, plain[name])):
+            found[name] = inside
+    return _plain(OmegaConf.merge(config, found)) if found else plain  # what follows these keys has their values, too
+
+
+def _of_environment(settings: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those values of a section that come from the environment, by their keys' types."""
+    found = of_environment(get_type_hints(settings, include_extras=True), values)
+    return {name: value for name, value in found.items() if value is not values[name]}
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    with _environment_kept():
+        try:
+            plain = _with_texts(OmegaConf.to_container(config, resolve=True, enum_to_str=True))
+        except InterpolationKeyError as error:
+            raise _unfit(config, error) from None
+        except OmegaConfBaseException as error:
+            raise RequestError(f"{error.full_key}: {_first_line(error)}") from None
+    assert isinstance(plain, dict)
+    for key, value in _values(plain):
+        if not isinstance(value, (str, int, float, NoneType)):
+            raise RequestError(
+                f"{key} is of the type {type(value).__name__}. Allowed: texts, numbers, true, false, null."
+            )
+    return {str(name): value for name, value in plain.items()}
+
+
+def _with_texts(value: Any) -> Any:
+    """Return plain data with the paths of a user's structured configs as texts, as their enums are."""
+    if isinstance(value, dict):
+        return {name: _with_texts(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_with_texts(each) for each in value]
+    return str(value) if isinstance(value, PurePath) else value
+
+
+def _values(config: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of what is no section, each with its value; of a list all values."""
+    if isinstance(config, dict):
+        for name, value in config.items():
+            yield from _values(value, f"{key}.{name}" if key else str(name))
+    elif isinstance(config, list):
+        for value in config:
+            yield from _values(value, key)
+    else:
+        yield key, config
+
+
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Let ``oc.env`` give back its own text, and ``oc.decode`` leave such text alone, while inside."""
+
+    def env(*arguments: Any) -> str:
+        return "${oc.env:" + ",".join("null" if value is None else str(value) for value in arguments) + "}"
+
+    def decode(text: str | None, _parent_: Container, _node_: Node) -> Any:
+        if text is not None and "${oc.env:" in text:
+            return "${oc.decode:" + text + "}"
+        return oc.decode(text, _parent_, _node_)
+
+    register_resolver("oc.env", env, replace=True)
+    register_resolver("oc.decode", decode, replace=True)
+    try:
+        yield
+    finally:
+        register_resolver("oc.env", oc.env, replace=True)
+        register_resolver("oc.decode", oc.decode, replace=True)
+
+
+def _unfit(config: DictConfig, error: InterpolationKeyError) -> RequestError:
+    """Say which choice needs what the other one does not have: an image model on a table, say."""
+    wanted = missing_interpolation_key(error) or _first_line(error)
+    section = wanted.split(".")[0]
+    if section not in config:
+        return RequestError(
+            f"{error.full_key} follows {wanted}, and there is no key {section}.{nearest(section, map(str, config))}"
+        )
+    have = [f"{section}.{name}" for name in config[section]]
+    return RequestError(
+        f"{error.full_key} follows {wanted}, which this choice of {section} does not have.{nearest(wanted, have)} "
+        f"Choose another {section}, or set {error.full_key} yourself."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 def overrides_of_job() -> list[str]:
