@@ -19,7 +19,7 @@ from benchmarks.results import Group, Row, Settings, in_ranks
 from benchmarks.samples import ROOT
 from benchmarks.turns import Spread
 from ddp_recipes import rank
-from ddp_recipes.build import resume, run as build_run
+from ddp_recipes.build import resume
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.runtime.messages import Messages
 from ddp_recipes.runtime.world import World
@@ -132,8 +132,8 @@ def seconds(ranks: int, rounds: int) -> dict[str, list[float]]:
         def train(world: World, store: Store | None) -> Spans:
             global mine
             mine = world.rank
-            for module, name in ((resume, "load_first"), (build_run, "restore")):
-                setattr(module, name, timed(name, getattr(module, name), together=True))
+            for name in ("load_first", "restore"):
+                setattr(resume, name, timed(name, getattr(resume, name), together=True))
             for number in range(rounds + 1):  # one run that trains, others that find nothing left to do
                 if number:
                     forget(Path(folder))

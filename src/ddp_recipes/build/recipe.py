@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from ddp_recipes.build.devices import Devices, available_devices, set_torch_up
 from ddp_recipes.build.instantiate import locate, make
 from ddp_recipes.build.model import BuiltTask, convert, make_task, refuse_lazy, refuse_sparse
 from ddp_recipes.build.observers import logger_sections, make_callbacks, uncalled
-from ddp_recipes.build.resume import start_of
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State, find
 from ddp_recipes.config.extras import extra
@@ -32,6 +31,7 @@ from ddp_recipes.runtime.tensors import digest, put_together
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
 from ddp_recipes.tasks import RunContext, Task
+from ddp_recipes.tasks.task import outside
 from ddp_recipes.training.cadence import Length
 from ddp_recipes.training.precision import whole_dtype
 from ddp_recipes.training.state import load_part
@@ -234,6 +234,49 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
         state=start.state,
         warnings=[*built.warnings, *foreseen(request, built.task, loaders, checkpoint, callbacks), *start.warnings],
     )
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from: a checkpoint, weights alone, or, with neither, what the model was made with."""
+
+    path: Path | None = None
+    state: State | None = None
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+
+
+def start_of(job: Job, request: Request, task: Task, train: Loader | None, control: Control) -> Start:
+    """Return what the run starts from, where it does not take the place of a lost rank: then the others have the state.
+
+    Args:
+        train: the loader that goes on from a state's cursor; ``None`` where nothing is trained.
+        control: shares the work of verification among ranks.
+
+    Raises:
+        RequestError: there is no such file, it cannot be read, or it is of another model or of other batches.
+    """
+    if job.regroup is not None:
+        return Start()
+    directory, mode, weights_from = job.directory, request.run.mode, request.run.weights_from
+    if paths := find(request.run.ckpt_path, directory):
+        from ddp_recipes.build.resume import resumed
+
+        path, state, found = resumed(paths, request, directory, task, train, control)
+        return Start(path, state, warnings=found)
+    if weights_from is not None:
+        from ddp_recipes.build.resume import takes
+
+        full = {outside(name): name for name in task.state_dict()}
+        weights, warnings = extra("weights_from")(
+            weights_from, task.weights(), lambda name, value: takes(task, full[name], value)
+        )
+        return Start(weights=weights, warnings=warnings)
+    if mode == "export":
+        raise RequestError(f"mode=export: {directory} has no checkpoint. Give a run directory or a file as ckpt_path.")
+    if mode == "fit":
+        return Start()
+    return Start(warnings=[f"mode={mode} without ckpt_path: the weights are the model's initial ones."])
 
 
 def devices_of(request: Request, world: World) -> Devices:

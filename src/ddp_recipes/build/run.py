@@ -28,7 +28,7 @@ from ddp_recipes.training.clock import make_clock
 from ddp_recipes.training.guards import NonFiniteGuard
 from ddp_recipes.training.hooks import PythonState, RunHooks, Trained
 from ddp_recipes.training.precision import make_precision
-from ddp_recipes.training.state import Run, restore
+from ddp_recipes.training.state import Run
 from ddp_recipes.training.update import needs_closure, update
 
 
@@ -137,6 +137,8 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     for callback in run.callbacks.values():
         callback.run = run
     if recipe.state is not None:
+        from ddp_recipes.build.resume import restore
+
         recipe.warnings.extend(restore(run, recipe.state, recipe.job.goes_on))
         recipe.forget_state()
     task.enter_training()

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_recipes._compat.torch_ import buffers_of, copy_each
+from ddp_recipes.build.resume import restore
 from ddp_recipes.checkpointing.files import State
 from ddp_recipes.checkpointing.parts import PartFile, dealt, restored, taken_apart
 from ddp_recipes.checkpointing.writing import NAMES, stream
@@ -32,7 +33,7 @@ from ddp_recipes.strategies.collectives import pieces, unpack
 from ddp_recipes.tasks.task import outside
 from ddp_recipes.tasks.written import seen_of
 from ddp_recipes.training.cadence import Pace
-from ddp_recipes.training.state import Run, load_part, local_state, restore, saved_state
+from ddp_recipes.training.state import Run, load_part, local_state, saved_state
 
 LOOKS = 3  # steps whose passes are looked at by what they leave in parameters that are not trained
 

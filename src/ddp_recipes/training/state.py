@@ -1,28 +1,26 @@
-"""What the loop works with, what of it a checkpoint holds, and how that is saved and restored."""
+"""What the loop works with, what of it a checkpoint holds, and how that is saved."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ddp_recipes._compat.torch_ import laid_out_as, local, schedulers_in
+from ddp_recipes._compat.torch_ import local
 from ddp_recipes.callbacks import Callback
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.checkpointing.manager import Checkpointer, values_of
+from ddp_recipes.checkpointing.manager import Checkpointer
 from ddp_recipes.config.settings import CheckpointSettings, TrainerSettings, check_measured
 from ddp_recipes.data.loader import Batch, Loader, skipped_of
-from ddp_recipes.errors import RequestError
 from ddp_recipes.loggers import Logger
 from ddp_recipes.reporting.progress import Progress
 from ddp_recipes.runtime.seeding import Generators
 from ddp_recipes.runtime.world import World
 from ddp_recipes.strategies import Strategy
-from ddp_recipes.strategies.base import Wrapped, by_rank, parameters_in
+from ddp_recipes.strategies.base import Wrapped, by_rank
 from ddp_recipes.tasks import Schedule, Task
 from ddp_recipes.training.cadence import Cursor, StopController
 from ddp_recipes.training.clock import Clock, Flops
@@ -31,11 +29,6 @@ from ddp_recipes.training.hooks import RunHooks
 from ddp_recipes.training.precision import Precision
 
 Metrics = dict[str, float]
-
-_KERNELS = (
-    "fused",
-    "foreach",
-)  # options of an optimizer that are this run's own, whatever the checkpoint was made with
 
 
 class Update(NamedTuple):
@@ -169,8 +162,8 @@ def _state(
     state = {
         "model": weights,
         "optimizer": optimizers[0],
-        "optimizer_class": _classes(run.optimizers),
-        "schedule": _kinds(run.schedules),
+        "optimizer_class": classes_of(run.optimizers),
+        "schedule": kinds_of(run.schedules),
         "scheduler": run.schedules[0].scheduler.state_dict(),
         "more_optimizers": optimizers[1:],
         "more_schedulers": [schedule.scheduler.state_dict() for schedule in run.schedules[1:]],
@@ -203,168 +196,14 @@ def load_part(task: Task, weights: Mapping[str, torch.Tensor]) -> None:
     task.load_weights(mine | {name: value for name, value in weights.items() if name not in dealt})
 
 
-def restore(run: Run, state: State, goes_on: bool = True) -> list[str]:
-    """Restore a saved state, whose weights the task has already; return warnings of what it replaces.
-
-    Args:
-        goes_on: whether it is this very run's, which callbacks may have ended already. Another one is not over for it.
-
-    Raises:
-        RequestError: the state is of another class of optimizer.
-    """
-    warnings = _restore_callbacks(run, state, goes_on)
-    run.task.restore(state)  # first: a module or callback may give an optimizer the groups that it had
-    optimizers = [state["optimizer"], *state.get("more_optimizers", [])]
-    schedulers = [state["scheduler"], *state.get("more_schedulers", [])]
-    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
-    saved_groups = [group for optimizer in optimizers for group in optimizer["param_groups"]]
-    for kind, mine, its in (
-        ("optimizer", _classes(run.optimizers), state.get("optimizer_class")),
-        ("scheduler", _kinds(run.schedules), state.get("schedule")),
-        ("parameter groups", _described(groups), _described(saved_groups)),
-        ("parameter", *_first_other(_members(groups), _members(saved_groups))),
-    ):
-        if its not in (None, mine):
-            raise RequestError(
-                f"The checkpoint was trained with the {kind} {its}, this run has {mine}, which cannot restore its "
-                f"state. Choose the checkpoint's, or start afresh with its weights: weights_from in place of ckpt_path."
-            )
-    warnings += _replaced(groups, saved_groups)
-    converted = _is_converted(run, state["model"])
-    for optimizer, saved in zip(run.optimizers, optimizers, strict=True):
-        kernels = [{key: group[key] for key in _KERNELS if key in group} for group in optimizer.param_groups]
-        of_groups = [{**each, **own} for each, own in zip(saved["param_groups"], kernels, strict=True)]
-        # Before it is loaded: by these torch decides where a count of steps lies (pytorch #104767).
-        run.strategy.load_optimizer_state(optimizer, {**saved, "param_groups": of_groups})
-        _settle(optimizer, saved["state"], converted)
-    for schedule, saved in zip(run.schedules, schedulers, strict=True):
-        warnings += _rescheduled(schedule.scheduler, saved)
-        schedule.scheduler.load_state_dict(saved)
-    run.precision.load_state(state["precision"])
-    run.cursor = Cursor(**state["cursor"])
-    run.train.load_state(state.get("data"), run.cursor.epoch, run.cursor.batch)
-    run.train.skipped.update(state.get("skipped", []))
-    if state.get("unfinished") is not None:
-        run.unfinished = Cursor(**state["unfinished"])
-    drawn = state.get("drawn", [])
-    run.generators.drawn |= bool(drawn[run.world.rank] if len(drawn) == run.world.world_size else any(drawn))
-    run.samples_before = run.cursor.samples_seen
-    for name, trains in state.get("switched", {}).items():
-        run.task.get_parameter(name).requires_grad_(trains)
-    run.metrics.update(state["metrics"])
-    run.values.update(values_of(state.get("checkpointer", {}), run.checkpoint.monitor))
-    if run.auto_monitor and run.values and run.monitor not in run.metrics:
-        run.monitor = "train/loss"  # which those values are of
-    run.saved_step = run.good_step = run.cursor.step
-    return warnings
-
-
-def _restore_callbacks(run: Run, state: State, goes_on: bool) -> list[str]:
-    """Restore the callbacks; return warnings of those that are no more."""
-    saved = state["callbacks"]
-    if not isinstance(saved, Mapping):  # until 0.1 they came in their order
-        saved = dict(zip(run.callbacks, saved, strict=False))
-    for name in state.get("stops", []) if goes_on else []:
-        run.callbacks[name].stop = True
-    for name in saved:
-        if name in run.callbacks:
-            run.callbacks[name].load_state(saved[name])
-    return [
-        f"callbacks.{name} is not in this run: what the checkpoint has of it is not taken."
-        for name, content in saved.items()
-        if content and name not in run.callbacks
-    ]
-
-
-def _is_converted(run: Run, saved: Mapping[str, Any]) -> bool:
-    """Whether some weights came in another dtype than they have in this run, and with them what an optimizer has."""
-    mine = {name: getattr(value, "dtype", None) for name, value in run.task.weights().items()}
-    return any(getattr(value, "dtype", mine.get(name)) != mine.get(name) for name, value in saved.items())
-
-
-def _settle(optimizer: torch.optim.Optimizer, saved: Mapping[Any, Any], converted: bool) -> None:
-    """Leave what an optimizer has of each parameter as it was saved, and laid out as the parameter is.
-
-    torch gives all of it the parameter's dtype: averages in 32 bits of weights in 16, masks, whole numbers.
-    """
-    by_torch = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
-    for number, parameter in enumerate(parameters_in(optimizer)):
-        of_one = optimizer.state.get(parameter)
-        if not isinstance(of_one, dict):
-            continue
-        if by_torch and not converted and number in saved:
-            its = {name: value for name, value in saved[number].items() if name != "step" and name in of_one}
-            of_one.update({name: _as_saved(of_one[name], value) for name, value in its.items()})
-        alike = {name: each for name, each in of_one.items() if getattr(each, "shape", None) == parameter.shape}
-        of_one.update({name: laid_out_as(each, parameter) for name, each in alike.items()})
-
-
-def _as_saved(loaded: Any, saved: Any) -> Any:
-    """Return a value that torch has loaded in the dtype that it was saved with; it takes texts apart as well."""
-    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
-        same = loaded.dtype == saved.dtype or loaded.shape != saved.shape  # or these are a rank's rows of it
-        return loaded if same else saved.to(loaded.device)
-    if isinstance(saved, dict):
-        return {name: _as_saved(loaded[name], value) for name, value in saved.items()}
-    if isinstance(saved, (list, tuple)):
-        return type(saved)(map(_as_saved, loaded, saved))
-    return saved if isinstance(saved, str) else loaded
-
-
-def _described(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return the parameter groups with their sizes, in words."""
-    named = [f"{group.get('name', number)} ({len(group['params'])})" for number, group in enumerate(groups)]
-    return ", ".join(named[:8]) + (f", … ({len(named)} in all)" if len(named) > 8 else "")
-
-
-def _members(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return each parameter with its group, in words; none where their names are not known."""
-    return [
-        f"{name} in {group['name']}" for group in groups for name in group.get("param_names", ()) if "name" in group
-    ]
-
-
-def _first_other(mine: Sequence[str], its: Sequence[str]) -> tuple[str, str]:
-    """Return the first two that differ, or two alike."""
-    return next(((one, other) for one, other in zip(mine, its, strict=False) if one != other), ("", ""))
-
-
-def _classes(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+def classes_of(optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Return the optimizers' classes in words."""
     return ", ".join(type(optimizer).__name__ for optimizer in optimizers)
 
 
-def _kinds(schedules: Sequence[Schedule]) -> str:
+def kinds_of(schedules: Sequence[Schedule]) -> str:
+    """Return the schedulers' classes and intervals in words."""
     return ", ".join(f"{type(schedule.scheduler).__name__} by {schedule.interval}" for schedule in schedules)
-
-
-def _rescheduled(scheduler: Any, saved: Mapping[str, Any], place: str = "scheduler") -> list[str]:
-    """Return what the scheduler, or one that it is made of, asks for and does not get: the checkpoint's goes on."""
-    found = [
-        f"{place}.{name}={now} is not taken: the run resumes with the checkpoint's {saved[name]}."
-        for name, now in scheduler.state_dict().items()
-        if name in signature(type(scheduler)).parameters and name in saved and saved[name] != now
-        if isinstance(now, (bool, int, float, str)) and name != "last_epoch"
-    ]
-    for number, (each, its) in enumerate(schedulers_in(scheduler, saved)):
-        found += _rescheduled(each, its, f"{place}.schedulers.{number}")
-    return found
-
-
-def _replaced(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what each group of parameters asks for and does not get, for the checkpoint's optimizer goes on."""
-    found = []
-    for number, (now, was) in enumerate(zip(groups, saved, strict=False)):
-        scheduled = {"lr"} if "initial_lr" in was else set()
-        if "max_momentum" in was:
-            scheduled |= {"momentum", "betas"}
-        names = [name for name in now if name in was and name not in {"params", *_KERNELS, *scheduled}]
-        changed = {name.removeprefix("initial_"): (now[name], was[name]) for name in names if now[name] != was[name]}
-        of_group = f" of parameter group {number}" if len(groups) > 1 else ""
-        found += [
-            f"optimizer.{name}={mine}{of_group} is not taken: the run resumes with the checkpoint's {its}."
-            for name, (mine, its) in changed.items()
-        ]
-    return found
 
 
 HEARTBEAT_S = 0.25  # less than the least launcher.timeout_s
