@@ -89,11 +89,13 @@ def test_tensors_are_copied_and_added_each(without: bool, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("without", [False, True], ids=["private", "public"])
 def test_run_backward_adds_gradients(without: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddp_recipes._compat import fast_paths
+
     if without:
-        monkeypatch.setattr(torch_, "Variable", object)  # for torch itself needs the name
+        monkeypatch.setattr(fast_paths, "Variable", object)  # for torch itself needs the name
     weight = torch.ones(3, requires_grad=True)
     for _ in range(2):
-        torch_.run_backward(weight.square().sum())
+        fast_paths.run_backward(weight.square().sum())
     assert weight.grad is not None
     assert weight.grad.tolist() == [4, 4, 4]
 
@@ -160,11 +162,13 @@ def test_a_numbered_pass_recomputes_a_checkpoint_once() -> None:
 
 
 def test_profiler_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not torch_.is_profiled()
+    from ddp_recipes._compat import fast_paths
+
+    assert not fast_paths.is_profiled()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
-        assert torch_.is_profiled()
+        assert fast_paths.is_profiled()
     monkeypatch.delattr(profiler, "_is_profiler_enabled")
-    assert torch_.is_profiled()
+    assert fast_paths.is_profiled()
 
 
 @pytest.mark.parametrize("without", [False, True], ids=["private", "public"])
@@ -219,13 +223,15 @@ def test_chosen_forward_pre_hooks_are_removed() -> None:
 
 
 def test_observers_of_an_optimizer_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddp_recipes._compat import fast_paths
+
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))])
-    assert not torch_.is_observed(optimizer)
+    assert not fast_paths.is_observed(optimizer)
     handle = optimizer.register_step_post_hook(lambda *_: None)
-    assert torch_.is_observed(optimizer)
+    assert fast_paths.is_observed(optimizer)
     handle.remove()
-    monkeypatch.delattr(torch_.optimizers, "_global_optimizer_pre_hooks")
-    assert torch_.is_observed(optimizer)
+    monkeypatch.delattr(fast_paths.optimizers, "_global_optimizer_pre_hooks")
+    assert fast_paths.is_observed(optimizer)
 
 
 def test_data_workers_end_at_once() -> None:

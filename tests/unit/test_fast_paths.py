@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddp_recipes._compat.torch_ import fused_step
+from ddp_recipes._compat.fast_paths import fused_step
 from ddp_recipes.runtime.fast_paths import backward, enable, uncompiled, zero_grad
 from ddp_recipes.testing import run_recipe
 from helpers.patience import patience

@@ -17,13 +17,8 @@ from torch import Tensor
 from torch.autograd import graph
 from torch.optim import Optimizer
 
-from ddp_recipes._compat.torch_ import (
-    fused_step as fused_step,
-    has_fused_step,
-    is_observed,
-    ready_for_late_gradients,
-    run_backward,
-)
+from ddp_recipes._compat.fast_paths import fused_step as fused_step, has_fused_step, is_observed, run_backward
+from ddp_recipes._compat.torch_ import ready_for_late_gradients
 from ddp_recipes.runtime.phases import CALLS
 
 T = TypeVar("T")
