@@ -135,17 +135,16 @@ import io
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_recipes.checkpointing import writing
-from ddp_recipes.checkpointing.writing import PieceWriter
+from ddp_recipes.checkpointing.parts import BLOCK, stream
 from saved import Arriving
 
-long = torch.arange(3 * writing.BLOCK // 4 + 5)
+long = torch.arange(3 * BLOCK // 4 + 5)
 values = {"a": long, "b": torch.arange(9.0).view(3, 3).t(), "c": torch.ones(())}
 files = []
 with Arriving() as arriving:
     for device in ("cpu", "openreg"):
         tensors = {name: each.to(device) for name, each in values.items()}
-        files.append(io.BytesIO(b"".join(bytes(piece) for piece in writing.stream(tensors))).getvalue())
+        files.append(io.BytesIO(b"".join(bytes(piece) for piece in stream(tensors))).getvalue())
 print(files[0] == files[1], arriving.bytes[False], arriving.bytes[True] > 0)
 """
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from ddp_recipes._compat.torch_ import bytes_of
-from ddp_recipes.checkpointing.writing import NAMES
+from ddp_recipes.checkpointing.parts import NAMES
 
 TEXT = st.text("ab/[]0'é ", max_size=4)  # with what names in files are put together from
 PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | TEXT

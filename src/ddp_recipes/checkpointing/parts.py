@@ -11,22 +11,31 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ddp_recipes import devices
+from ddp_recipes._compat.torch_ import bytes_of
 from ddp_recipes.checkpointing.files import DamagedParts, Verify, checksum_of, read_index
-from ddp_recipes.checkpointing.writing import NAMES
+from ddp_recipes.checkpointing.writing import BLOCK, Blocks, Stages
 from ddp_recipes.runtime.files import open_file
-from ddp_recipes.runtime.tensors import OwnRows, below, plain
+from ddp_recipes.runtime.tensors import OwnRows, Source, below, plain
 
 FORMAT = 3
+NAMES = {  # https://github.com/huggingface/safetensors#format
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.bool: "BOOL", torch.complex64: "C64"},
+    **{torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64"},
+}
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
@@ -102,6 +111,96 @@ def index(folder: str, tree: Any, rows: Mapping[str, OwnRows], parts: Sequence[P
     }
     text = json.dumps(content).encode()
     return b'{"checksum": "%b", "content": %b}' % (checksum_of(text).encode(), text)
+
+
+def size_in_file(value: Tensor | Source) -> int:
+    """Return the bytes that a tensor takes."""
+    return value.shape.numel() * value.dtype.itemsize
+
+
+def stream(tensors: Mapping[str, Tensor | Source]) -> Iterator[memoryview]:
+    """Yield a safetensors file with these tensors piece by piece: the header first, then what is in them.
+
+    A piece may be overwritten once the one after the next is asked for.
+
+    Raises:
+        TypeError: the format has no word for a dtype.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # so each is aligned
+    end = 0
+    for name in names:
+        value = tensors[name]
+        if value.dtype not in NAMES:
+            raise TypeError(f"{name} is of {value.dtype}, for which safetensors has no name.")
+        begin, end = end, end + size_in_file(value)
+        header[name] = {"dtype": NAMES[value.dtype], "shape": [*value.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    rooms = _Rooms()
+    for name in names:
+        for piece in _pieces(tensors[name]):
+            content = bytes_of(piece)
+            for at in range(0, len(content), BLOCK):
+                flat: Any = rooms.host(content[at : at + BLOCK]).numpy()
+                yield memoryview(flat)
+
+
+class _Rooms:
+    """Two blocks of page-locked memory in turns, through which bytes leave an accelerator."""
+
+    def __init__(self) -> None:
+        self._rooms: list[Tensor] = []
+
+    def host(self, content: Tensor) -> Tensor:
+        """Return bytes on the host, uint8 [bytes]: those that are there already as they are."""
+        if not devices.is_accelerator(content.device):
+            return content
+        room = self._rooms.pop(0) if len(self._rooms) == 2 else devices.page_locked(BLOCK)
+        self._rooms.append(room)
+        return room[: len(content)].copy_(content)
+
+
+def _pieces(value: Tensor | Source) -> Iterator[Tensor]:
+    """Yield a tensor, or rows of it that are not in memory yet."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    rows = value.shape[0]
+    each = max(1, BLOCK * rows // max(1, size_in_file(value)))
+    for start in range(0, rows, each):
+        yield value.rows(start, min(start + each, rows))
+
+
+class PieceWriter(Stages):
+    """Writes safetensors files."""
+
+    def stage(
+        self, tensors: Mapping[str, Tensor | Source], size: int, snapshot: bool
+    ) -> Callable[[BinaryIO], tuple[int, int]]:
+        """Return what writes the tensors to a new file, of about ``size`` bytes, and returns its size and CRC-32."""
+        taken, copies = self._taken(tensors, snapshot)
+        pieces: Iterable[memoryview] = stream(taken.value)
+        if copies:
+            self._snapshot.clear(size)
+            for piece in pieces:
+                self._snapshot.write(piece)
+            pieces = self._snapshot.blocks()
+
+        def write(file: BinaryIO) -> tuple[int, int]:
+            taken.wait()
+            blocks, written = Blocks(file), 0
+            with ThreadPoolExecutor(1) as other:  # which computes the checksum of a piece while it is written
+                checksum = other.submit(int)
+                for piece in pieces:
+                    checksum = other.submit(zlib.crc32, piece, checksum.result())
+                    blocks.write(piece)
+                    written += len(piece)
+                blocks.finish()
+                return written, checksum.result()
+
+        return write
 
 
 MOST_DIMENSIONS = 64  # of a tensor that torch computes with

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ddp_recipes.checkpointing.files import INDEX, State
 from ddp_recipes.checkpointing.manager import Background, Checkpointer, FileCheckpointer
-from ddp_recipes.checkpointing.parts import Part, file_of, index, taken_apart
-from ddp_recipes.checkpointing.writing import PieceWriter, size_in_file, unwritable
+from ddp_recipes.checkpointing.parts import Part, PieceWriter, file_of, index, size_in_file, taken_apart
+from ddp_recipes.checkpointing.writing import unwritable
 from ddp_recipes.config.settings import CheckpointSettings
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.runtime.files import write_aside

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from ddp_recipes._compat.torch_ import buffers_of, copy_each
 from ddp_recipes.build.resume import restore
 from ddp_recipes.checkpointing.files import State
-from ddp_recipes.checkpointing.parts import PartFile, dealt, restored, taken_apart
-from ddp_recipes.checkpointing.writing import NAMES, stream
+from ddp_recipes.checkpointing.parts import NAMES, PartFile, dealt, restored, stream, taken_apart
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.loggers.base import Logger, Loggers
 from ddp_recipes.recovery.memory import HEADER, SnapshotId, least, write_state
