@@ -22,8 +22,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from ddp_recipes._compat.torch_ import tree_leaves
-from ddp_recipes.data.keyed import Draw, Form, KeyedDataset, collate, samples_in, skip, to_device
+from ddp_recipes.data.keyed import Draw, Form, collate, samples_in, skip, to_device
 from ddp_recipes.data.loader import Batch, Loader, is_iterable, size_of
+from ddp_recipes.data.one_by_one import KeyedDataset
 from ddp_recipes.data.order import BatchPlan, Sequential, Shuffled
 from ddp_recipes.datasets import InMemory, ScaleAndNormalize, digits, fake_images
 from ddp_recipes.errors import RequestError, RunFailed

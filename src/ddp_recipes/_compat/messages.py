@@ -6,7 +6,8 @@ Where another version words it differently, each of these says no, and the error
 import re
 from traceback import walk_tb
 
-_FETCHING = ("ddp_recipes.data.keyed", "ddp_recipes.data.loader", "torch.utils.data")  # where nothing is exchanged
+# Where nothing is exchanged.
+_FETCHING = ("ddp_recipes.data.keyed", "ddp_recipes.data.loader", "ddp_recipes.data.one_by_one", "torch.utils.data")
 
 
 def text_of(error: BaseException) -> str:

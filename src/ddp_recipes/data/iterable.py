@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from ddp_recipes._compat.torch_ import tree_map_only
 from ddp_recipes.data.keyed import AS_IT_COMES, Form, collate
 from ddp_recipes.data.loader import Batch, Loader
+from ddp_recipes.data.one_by_one import as_it_is, in_time
 from ddp_recipes.data.order import UNKNOWN, BatchPlan, Sequential
 from ddp_recipes.data.reading import Cut, Item, Kind, Saved, Start, begin_worker as begin_cut
 from ddp_recipes.devices import is_accelerator, locks_pages
@@ -192,7 +193,7 @@ class IterableLoader(Loader):
             generator=torch.Generator(),  # its iterators draw from it, which must not shift what a step draws from
             num_workers=num_workers,
             pin_memory=self.pin_memory and num_workers > 0,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             worker_init_fn=begin_cut,
             **options,
         )
@@ -242,7 +243,7 @@ class IterableLoader(Loader):
         if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
             set_epoch(epoch)
         reader = self._reader
-        self._begin(self._in_time(reader) if reader.num_workers else iter(reader), start, begin)
+        self._begin(in_time(reader, self.name, self.timeout_s) if reader.num_workers else iter(reader), start, begin)
         return self._each(start)
 
     def _begin(self, items: Iterator[Item], start: int, begin: Start) -> None:
@@ -483,10 +484,6 @@ class IterableLoader(Loader):
                 f"{path} is of a run whose {self.name} was {ranks} with data.num_workers={state['workers']}: this "
                 f"run's batches would be others. Use as many, or resume.strict=false to go on as nearly as can be."
             )
-
-
-def _as_it_is(item: Any) -> Any:
-    return item
 
 
 def nominal(global_batch_size: int, num_shards: int, seed: int, drop_last: bool, sharding: str) -> IterablePlan:

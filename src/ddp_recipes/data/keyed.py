@@ -1,69 +1,16 @@
 """Samples to batches, and batches to devices and to the form that a model takes, whatever they are made of."""
 
 import dataclasses
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch.utils.data import Dataset, Subset, default_collate, get_worker_info
+from torch.utils.data import default_collate
 
-from ddp_recipes._compat.torch_ import tree_leaves
-from ddp_recipes.devices import is_accelerator
-from ddp_recipes.runtime.seeding import (
-    Twins,
-    are_rng_states,
-    key,
-    restored,
-    rng_states,
-    seed_cpu,
-    seeded,
-    set_rng_states,
-)
 from ddp_recipes.runtime.tensors import change_each, tensors_in, with_values
 
-LARGE = 32 << 20  # bytes of a batch: glibc gives so much back when it is freed, and the system fills it with zeros anew
 ALIGNED = 64  # bytes: where torch has tensors begin. Some kernels round otherwise where they begin elsewhere
-_AT_A_TIME = 2  # batches: the one that is used, and the next
-
-
-class Stack:
-    """Stacks samples as ``default_collate`` does; a large batch in the memory of an earlier one that nobody has now.
-
-    With 64 images of 224 x 224 taking new memory is a quarter of what decoding them takes.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: list[NDArray[np.uint8]] = []
-
-    def __call__(self, samples: list[Any]) -> Any:
-        first = samples[0]
-        large = type(first) is torch.Tensor and first.is_cpu and first.nbytes * len(samples) >= LARGE
-        alike = large and all(
-            type(each) is torch.Tensor and each.is_cpu and (each.shape, each.dtype) == (first.shape, first.dtype)
-            for each in samples
-        )
-        if not alike or get_worker_info() is not None or any(each.requires_grad for each in samples):
-            return default_collate(samples)  # a data worker's are in memory that it shares
-        into = torch.from_numpy(self._memory(first.nbytes * len(samples))).view(first.dtype)
-        return torch.stack(samples, out=into.view(len(samples), *first.shape))
-
-    def _memory(self, size: int) -> NDArray[np.uint8]:
-        for buffer in self._buffers:
-            if buffer.nbytes == size + ALIGNED and sys.getrefcount(buffer) == _UNUSED:
-                break
-        else:
-            buffer = np.empty(size + ALIGNED, dtype=np.uint8)
-            self._buffers = [buffer, *self._buffers][:_AT_A_TIME]
-        start = -buffer.ctypes.data % ALIGNED
-        return buffer[start : start + size]  # which holds the buffer, as tensors hold it
-
-
-_UNUSED = 3  # references, of the list, a variable and the call that counts them
 
 
 def collate(samples: list[Any], stack: Callable[[list[Any]], Any] = default_collate) -> Any:
@@ -214,111 +161,3 @@ def may_skip(dataset: Any) -> bool:
     for several in (getattr(dataset, "datasets", None), getattr(dataset, "sources", None)):
         parts += several if isinstance(several, (list, tuple)) else []
     return any(may_skip(part) for part in parts if part is not None)
-
-
-class KeyedDataset(Dataset[Any]):
-    """Draws what a sample's random transforms draw from (seed, epoch, sample): the same in any worker of any rank.
-
-    A ``__getitems__`` of the data set fetches a batch at once as long as it draws nothing: what it gives is then what
-    each sample by itself would be. Where it draws, samples are fetched again, each with numbers of its own. So is one
-    that is the first to draw from ``random`` or NumPy, which are seeded from there on.
-
-    A ``set_epoch`` of the data set is called with the epoch before each batch, in whichever process fetches it.
-
-    Args:
-        collate_fn: makes a batch of samples, with random numbers keyed by (seed, epoch, first sample).
-    """
-
-    def __init__(self, dataset: Any, seed: int, name: str, collate_fn: Callable[[list[Any]], Any]) -> None:
-        self.dataset, self.seed, self.name, self.collate_fn = dataset, seed, name, collate_fn
-        self._at_once = callable(of_several(dataset, "__getitems__"))
-        self._set_epoch = getattr(dataset, "set_epoch", None)
-        self._stack = Stack()
-        self._twins: Twins | None = Twins()  # until a sample has drawn from random or NumPy
-
-    def __getitems__(self, draws: Sequence[Draw]) -> Fetched:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # as in a data worker: sums on several threads have other bits
-        try:
-            if callable(self._set_epoch):
-                self._set_epoch(draws[0].epoch)
-            batch = fetched(self._batch, draws)
-            if get_worker_info() is not None:
-                refuse_devices(batch.data, self.name)
-            return batch
-        finally:
-            torch.set_num_threads(threads)
-
-    def _batch(self, draws: Sequence[Draw]) -> Any:
-        samples = self._fetched_at_once(draws) if self._at_once else None
-        if samples is None:
-            with restored():
-                if self._twins is not None:
-                    self._twins.settle(0)
-                samples = [self._sample(draw) for draw in draws]
-        if self.collate_fn is collate:
-            return collate(samples, self._stack)
-        with seeded(key(self.seed, draws[0].epoch, draws[0].number, 0)):  # not what the first sample has drawn
-            return self.collate_fn(samples)
-
-    def _fetched_at_once(self, draws: Sequence[Draw]) -> list[Any] | None:
-        before = rng_states()
-        try:
-            samples: list[Any] = self.dataset.__getitems__([draw.sample for draw in draws])
-            self._at_once = are_rng_states(before)
-        except Exception:  # noqa: BLE001 - one by one it is raised again, and by which sample is known then
-            self._at_once = False
-        if self._at_once:
-            return samples
-        set_rng_states(before)
-        return None
-
-    def _sample(self, draw: Draw) -> Any:
-        """Return a sample. It leaves the generators seeded: the batch puts them back once."""
-        value = key(self.seed, draw.epoch, draw.number)
-        if self._twins is None:
-            seed_cpu(value)
-        else:
-            torch.default_generator.manual_seed(value)
-        try:
-            sample = self.dataset[draw.sample]
-        except Exception as error:
-            if self._has_drawn():
-                return self._sample(draw)
-            file = file_of(self.dataset, draw.sample)
-            error.add_note(
-                f"{type(error).__name__} of sample {draw.sample} of {self.name}, a {type(self.dataset).__name__} "
-                f"of {len(self.dataset)}{'' if file is None else f', the file {file}'}: {error}"
-            )
-            raise
-        return self._sample(draw) if self._has_drawn() else sample
-
-    def _has_drawn(self) -> bool:
-        """Whether a sample has drawn from ``random`` or NumPy, as the first one."""
-        if self._twins is None or not self._twins.differ():
-            return False
-        self._twins = None
-        return True
-
-
-def refuse_devices(batch: Any, name: str) -> None:
-    """Refuse what a data worker cannot give to its rank."""
-    places = {each.device for each in tree_leaves(batch) if isinstance(each, torch.Tensor)}
-    if found := next((place for place in places if is_accelerator(place)), None):
-        raise RuntimeError(
-            f"{name} gives tensors on {found} in a data worker, and devices are for the rank's own process. Set "
-            f"data.num_workers=0, or give tensors on the CPU: each batch is moved to the rank's device."
-        )
-
-
-def file_of(dataset: Any, sample: int) -> str | None:
-    """Return the file that a sample is read from, where a data set lists its files as torchvision's and ours do."""
-    while isinstance(dataset, Subset):
-        dataset, sample = dataset.dataset, dataset.indices[sample]
-    for name in ("samples", "files"):
-        if isinstance(entries := getattr(dataset, name, None), (list, tuple)) and sample < len(entries):
-            entry = entries[sample]
-            file = entry[0] if isinstance(entry, (tuple, list)) and entry else entry
-            if isinstance(file, (str, Path)):
-                return str(Path(file).absolute())
-    return None

@@ -1,33 +1,26 @@
 """Data sets to batches on one rank: whole batches where the set allows it, a DataLoader where it does not."""
 
 import math
-import os
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import repeat
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess, parent_process
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from ddp_recipes._compat.torch_ import persistent, shut_down, tree_flatten, tree_map_only, workers_of
+from ddp_recipes._compat.torch_ import shut_down, tree_flatten, tree_map_only
 from ddp_recipes.data.keyed import (
     ALIGNED,
     AS_IT_COMES,
     Draw,
     Fetched,
     Form,
-    KeyedDataset,
     collate,
     fetched,
     gives_batches,
@@ -39,10 +32,11 @@ from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.datasets.memory import InMemory
 from ddp_recipes.datasets.transforms import is_known
 from ddp_recipes.devices import is_accelerator, locks_pages
-from ddp_recipes.errors import RequestError, RunFailed
-from ddp_recipes.runtime.job import ASKS_TO_STOP
-from ddp_recipes.runtime.process import die_with_parent, garbage_left, ignore_once, is_stopped
+from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.tensors import is_dense
+
+if TYPE_CHECKING:
+    from ddp_recipes.data.one_by_one import KeyedDataset
 
 Rows = tuple[Tensor, ...]
 """Of some samples: inputs ``[n, ...]``, targets ``[n, ...]``, and so on."""
@@ -103,9 +97,6 @@ class Prefetcher:
     def close(self) -> None:
         """End the thread."""
         self._thread.shutdown(cancel_futures=True)
-
-
-LOOK_S = 1.0  # between looks at the time, while data workers are waited for
 
 
 class Batch(NamedTuple):
@@ -191,18 +182,18 @@ class Loader:
                 f"batches. Leave it out and do the same in the model or the task, or give a data set without `batched`."
             )
         if self.fetch is None:
-            self._one_by_one = DataLoader(
-                KeyedDataset(dataset, plan.seed, name, self.collate_fn),
-                batch_sampler=self._sampler,
-                generator=torch.Generator(),  # its iterators draw from it, which must not shift what a step draws from
+            from ddp_recipes.data.one_by_one import sample_loader
+
+            self._one_by_one = sample_loader(
+                self._keyed(),
+                self._sampler,
+                begin_worker,
                 num_workers=num_workers,
                 pin_memory=self.pin_memory and num_workers > 0,  # else it is done with what is not on a device already
-                collate_fn=_as_it_is,
                 persistent_workers=num_workers > 0 if persistent_workers is None else persistent_workers,
                 prefetch_factor=prefetch_factor,
                 multiprocessing_context=multiprocessing_context,
                 timeout=timeout,
-                worker_init_fn=partial(_begin_worker, begin_worker),
             )
 
     def __len__(self) -> int:
@@ -266,58 +257,14 @@ class Loader:
         if self._one_by_one is not None:
             keyed: Any = self._one_by_one.dataset
             if self._one_by_one.num_workers:
-                return self._in_time(self._one_by_one)
+                from ddp_recipes.data.one_by_one import in_time
+
+                return in_time(self._one_by_one, self.name, self.timeout_s)
             return map(keyed.__getitems__, self._sampler)  # as torch's own iterator, which takes its time for it
         if self._prefetcher is not None and len(self.shards) == 1:
             return self._prefetched(self._prefetcher, epoch, start)
         samples = (self._sampler.indices(epoch, number, shard) for number, shard in self._sampler.turns())
         return map(partial(fetched, self.fetch), samples)
-
-    def _in_time(self, loader: "DataLoader[Any]") -> Iterator[Any]:
-        """Yield the batches, and end the run where data workers hang: alone, a rank has nobody else to miss it."""
-        asked, over, hung = time.monotonic(), threading.Event(), ""
-        batches = persistent(loader)
-
-        def watch() -> None:  # a thread: to take a batch of a stopped worker waits inside of torch, for ever
-            nonlocal hung
-            while not over.wait(LOOK_S):
-                if batches is not None and time.monotonic() > asked + self.timeout_s:
-                    workers, awaited = workers_of(batches)
-                    alive = [(number, each.pid) for number, each in enumerate(workers) if each.is_alive() and each.pid]
-                    stopped = [number for number, process in alive if is_stopped(process)]
-                    number = (stopped or [awaited])[0]
-                    hung = f"Data worker {number} (process {workers[number].pid})"
-                    for worker in workers:
-                        worker.kill()  # which ends the wait
-                    return
-
-        threading.Thread(target=watch, name="data workers", daemon=True).start()
-        try:
-            with garbage_left():
-                batches = iter(loader)
-            for batch in batches:
-                asked = float("inf")
-                yield batch
-                asked = time.monotonic()
-        except Exception as error:
-            if not hung:
-                of_connection = batches is not None and isinstance(error, (OSError, EOFError))
-                if of_connection and (dead := _dead(workers_of(batches)[0])) is not None:
-                    # Torch's own message: it looks for dead workers only while it waits for the next batch.
-                    raise RuntimeError(
-                        f"DataLoader worker (pid {dead.pid}) exited unexpectedly, with exit code {dead.exitcode}"
-                    ) from error
-                raise
-            # What broke may be a connection of a worker that is still dying, of which torch's handler tells once more.
-            with suppress(RuntimeError):
-                for worker in workers_of(batches)[0]:
-                    worker.join(1.0)  # one that is cut off from its files may not die
-            raise RunFailed(
-                f"{hung} of {self.name} gave no batch within launcher.timeout_s={self.timeout_s:g} seconds: stopped, "
-                f"stuck or cut off from its files. If it only needs longer, raise launcher.timeout_s."
-            ) from None
-        finally:
-            over.set()
 
     def _prefetched(self, prefetcher: Prefetcher, epoch: int, start: int) -> Iterator[Any]:
         """Yield the batches with those ahead being fetched; the last, which may be smaller, is fetched by itself."""
@@ -394,8 +341,14 @@ class Loader:
         if self.fetch is not None:
             fetch = self.fetch
             return lambda count: fetch(torch.zeros(count, dtype=torch.int64))
-        keyed = KeyedDataset(self.dataset, self.plan.seed, self.name, self.collate_fn)
+        keyed = self._keyed()
         return lambda count: keyed.__getitems__([Draw(0, 0, 0)] * count).data
+
+    def _keyed(self) -> "KeyedDataset":
+        """Return the data set as one whose samples are fetched one by one."""
+        from ddp_recipes.data.one_by_one import KeyedDataset
+
+        return KeyedDataset(self.dataset, self.plan.seed, self.name, self.collate_fn)
 
 
 def _of_rows(make: Callable[[int], Any], size: int) -> Any:
@@ -518,38 +471,3 @@ class _PlanSampler:
 
 def _not_empty(indices: torch.Tensor) -> torch.Tensor:
     return indices if len(indices) else torch.zeros(1, dtype=torch.int64)
-
-
-def _as_it_is(batch: Any) -> Any:
-    """Collate what the data set has collated already, since it knows what a batch's random numbers are keyed by."""
-    return batch
-
-
-def _dead(workers: Sequence[BaseProcess]) -> BaseProcess | None:
-    """Return a data worker that has died, or dies within a second."""
-    ended = wait([worker.sentinel for worker in workers], timeout=1.0)
-    for worker in workers:
-        if worker.sentinel in ended:
-            worker.join()  # its files are closed a moment before it has an exit code
-    return next((worker for worker in workers if worker.exitcode), None)
-
-
-def _begin_worker(own: Callable[[int], None] | None, number: int) -> None:
-    """Begin a data worker, and have ``get_worker_info()`` in it tell of the data set that its user knows."""
-    follow_rank(number)
-    info: Any = get_worker_info()
-    object.__setattr__(info, "dataset", info.dataset.dataset)  # which refuses to be changed in the usual way
-    if own is not None:
-        own(number)
-
-
-def follow_rank(number: int) -> None:
-    """End a data worker together with its rank, not when it next looks: it has the run directory's lock, too.
-
-    Nor before: a signal to all processes, as torchrun's agent, terminals and service managers send, is for the rank to
-    answer, which would fail if its worker died of it.
-    """
-    die_with_parent()
-    if (rank := parent_process()) is not None and not rank.is_alive():  # it ended while this one was starting
-        os._exit(1)
-    ignore_once(ASKS_TO_STOP)

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_recipes._compat.torch_ import notice_numbers, tree_leaves
-from ddp_recipes.data.keyed import refuse_devices, samples_in, taken
-from ddp_recipes.data.loader import follow_rank
+from ddp_recipes.data.keyed import samples_in, taken
+from ddp_recipes.data.one_by_one import follow_rank, refuse_devices
 from ddp_recipes.data.order import BatchPlan
 from ddp_recipes.runtime.seeding import key, seeded
 
