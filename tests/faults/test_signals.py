@@ -331,7 +331,7 @@ LOADS_LONG = """
 import time
 from pathlib import Path
 
-if b"fork_server" in Path("/proc/self/cmdline").read_bytes():
+if b"launchers.forking" in Path("/proc/self/cmdline").read_bytes():
     while True:
         time.sleep(1)
 """

@@ -9,7 +9,6 @@ rank, which fails for a script without ``if __name__ == "__main__"``; a SIGTERM 
 before they have saved; starting a rank waits for it without a timeout; and nothing public ends it when a run has ended.
 """
 
-import gc
 import json
 import os
 import select
@@ -18,19 +17,16 @@ import socket
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
+from ddp_recipes.launchers import forking
 from ddp_recipes.launchers.reports import died
-from ddp_recipes.runtime.job import ASKS_TO_STOP
-from ddp_recipes.runtime.process import die_with_parent, ignore, is_running, is_stopped, loading
+from ddp_recipes.runtime.process import is_running, is_stopped
 
 WAIT_S = 2.0  # for the report that a rank has exited, of a server that is stopped
 LOAD_S = 1800.0  # of one that runs; also to load torch, and to fork
-MAX_FDS = 8
-MAX_BYTES = 256  # of a message
 
 
 class ForkedRank:
@@ -94,7 +90,12 @@ class ForkServer:
         self._channel, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message a packet
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", f"from {__name__} import main; main({theirs.fileno()})"],
+                [
+                    sys.executable,
+                    "-P",
+                    "-c",
+                    f"from {forking.__name__} import main; main({theirs.fileno()})",
+                ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, "PYTHONPATH": python_path()},
@@ -128,7 +129,7 @@ class ForkServer:
         while self._channel is not None and select.select([self._channel], [], [], 0 if received else seconds)[0]:
             received = True
             try:
-                message = self._channel.recv(MAX_BYTES)
+                message = self._channel.recv(forking.MAX_BYTES)
             except ConnectionResetError:  # it was killed before it had read all
                 message = b""
             if not message:
@@ -176,103 +177,6 @@ class ForkServer:
 def python_path() -> str:
     """Return this process's import path as ``PYTHONPATH``."""
     return os.pathsep.join(path or os.getcwd() for path in sys.path)
-
-
-def main(channel: int) -> None:
-    """Load what every rank needs, then fork on request."""
-    die_with_parent()
-    ignore(ASKS_TO_STOP)  # a whole cgroup or job may get one: the ranks have yet to save
-    become = _start_afresh  # and meet the same error, and report it: a second import of torch fails of another one
-    with suppress(Exception), loading():
-        import ddp_recipes.rank  # noqa: F401
-        from ddp_recipes._compat.torch_ import load_what_ddp_needs
-
-        load_what_ddp_needs()
-        become = _run_loaded
-    gc.freeze()  # so that collections in the ranks do not copy all these pages
-    serve(socket.socket(fileno=channel), become)
-
-
-def serve(channel: socket.socket, become: Callable[..., NoReturn]) -> None:
-    """Fork ranks and signal them on request, and report their exit codes, until the channel closes.
-
-    Args:
-        become: runs a rank in a fork, with its file descriptors.
-    """
-
-    def report(what: str, number: int, value: int) -> None:
-        with suppress(BrokenPipeError):
-            channel.sendall(json.dumps([what, number, value]).encode())
-
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    numbers: dict[int, int] = {}  # of ranks, by process
-    while True:
-        ready = select.select([channel.fileno(), woken], [], [])[0]
-        if woken in ready:
-            os.read(woken, 1 << 10)
-            while numbers and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                report("exited", numbers.pop(ended[0]), os.waitstatus_to_exitcode(ended[1]))
-        if channel.fileno() in ready:
-            message, fds, _, _ = socket.recv_fds(channel, MAX_BYTES, MAX_FDS)
-            if not message:
-                return
-            what, number, value = json.loads(message)
-            if what == "signal":
-                for process in (process for process in numbers if numbers[process] == number):
-                    os.kill(process, value)
-                continue
-            with warnings.catch_warnings():
-                # Python >= 3.12 warns of a fork while there are threads: NumPy's are idle, and made for it.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process = os.fork()
-            if process == 0:
-                signal.set_wakeup_fd(-1)
-                for fd in (channel.fileno(), woken, wake):
-                    os.close(fd)
-                _become_rank(become, *fds)
-            for fd in fds:
-                os.close(fd)
-            numbers[process] = number
-            report("forked", number, process)
-
-
-def _become_rank(become: Callable[..., NoReturn], request: int, out: int, err: int, *arguments: int) -> NoReturn:
-    """Turn this fork into what a process started for the rank alone would be, and run it."""
-    for number in (signal.SIGCHLD, *ASKS_TO_STOP):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    os.setpgid(0, 0)
-    for standard, fd in enumerate((out, err), 1):
-        os.dup2(fd, standard)
-        os.close(fd)
-    with os.fdopen(request) as file:
-        file.seek(0)
-        values = json.load(file)
-    os.environ.clear()
-    os.environ.update(values["environ"])
-    sys.path[:] = values["path"]
-    os.chdir(values["folder"])
-    become(*arguments)
-
-
-def _run_loaded(*arguments: int) -> NoReturn:
-    """Be a rank, with what is loaded."""
-    import torch
-
-    from ddp_recipes.launchers import worker
-
-    with suppress(ValueError, RuntimeError):  # a number that is none torch leaves alone
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    worker.work(*arguments)
-
-
-def _start_afresh(*arguments: int) -> NoReturn:
-    """Be a rank, and load what it needs in a program of its own."""
-    for each in arguments:
-        os.set_inheritable(each, True)
-    os.execv(sys.executable, afresh(arguments))
 
 
 def afresh(arguments: Sequence[int]) -> list[str]:
