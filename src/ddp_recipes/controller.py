@@ -3,8 +3,10 @@
 Here is also how a signal ends a sweep, where Hydra's launcher has jobs in processes of their own, too.
 """
 
+import errno
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -35,13 +37,7 @@ from ddp_recipes.launchers import environment
 from ddp_recipes.launchers.base import Launcher, Resources
 from ddp_recipes.launchers.local import run_here
 from ddp_recipes.reporting import sweep
-from ddp_recipes.reporting.run_directory import (
-    Summary,
-    leave_summary,
-    make_directory,
-    refuse_used,
-    remove_empty,
-)
+from ddp_recipes.reporting.run_directory import Summary, leave_summary, refuse_used
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job
 from ddp_recipes.runtime.process import (
     children,
@@ -330,6 +326,81 @@ class Controller:
         """End what was started for the run; the followers exit with this code."""
         Controller.ended = True
         self.resources.close(exit_code)
+
+
+_INSIDE = 256  # bytes of the longest path that a run writes below its directory: that of a logger, with the host's name
+
+
+def make_directory(path: Path, fresh: bool) -> list[Path]:
+    """Make the directory of a run or a sweep; a ``fresh`` one that is taken gets ``_1``, ``_2``, ….
+
+    Returns:
+        It, and what was made for it: itself and parents, if they were not there, the innermost first.
+
+    Raises:
+        RequestError: it cannot be made, or not be written to.
+    """
+    if (stranger := _planted(path)) is not None:
+        raise RequestError(f"{path} leads through {stranger}. Give a directory in a folder that is yours alone.")
+    reason: str | None = None
+    most = os.pathconf("/", "PC_PATH_MAX") - _INSIDE
+    if (length := len(os.fsencode(path))) > most:
+        raise RequestError(
+            f"The path of the run directory has {length} characters, and it may have {most}, so that there is room for "
+            f"what a run writes into it. Give a shorter one: hydra.run.dir, or hydra.sweep.dir of a sweep."
+        )
+    for number in range(1000):
+        candidate = path.with_name(f"{path.name}_{number}") if fresh and number else path
+        made: list[Path] = []
+        try:
+            for folder in reversed([each for each in (candidate, *candidate.parents) if not each.exists()]):
+                folder.mkdir()
+                made.insert(0, folder)
+            if fresh and candidate not in made:
+                continue
+            if os.access(candidate, os.W_OK | os.X_OK) and candidate.is_dir():
+                return [candidate, *made]
+            reason = os.strerror(errno.EACCES if candidate.is_dir() else errno.ENOTDIR)
+            break
+        except OSError as error:
+            remove_empty(made)
+            reason = error.strerror
+            if not isinstance(error, (FileExistsError, FileNotFoundError)):
+                break
+            dangling = (each for each in (candidate, *candidate.parents) if each.is_symlink() and not each.exists())
+            if (link := next(dangling, None)) is not None:  # else another run made or removed a part of it
+                reason = f"{link} is a symbolic link to {os.readlink(link)}, which is not there"
+                break
+    raise RequestError(
+        f"{path} cannot be the run directory: {reason}. Start from a folder that can be written to, or give another "
+        f"directory: hydra.run.dir=/tmp/run, or hydra.sweep.dir=/tmp/sweep of a sweep."
+    )
+
+
+def _planted(path: Path) -> str | None:
+    """Return what another user has put where all may write, if a path leads through it: a link, or a folder for all."""
+    path = path.absolute()
+    for part in (*reversed(path.parents), path):
+        try:
+            found, above = part.lstat().st_mode, part.parent.stat().st_mode
+            user = part.lstat().st_uid
+        except OSError:
+            return None  # not there, nor what is below it
+        trap = stat.S_ISLNK(found) or part == path or found & stat.S_IWOTH
+        if trap and above & stat.S_IWOTH and user not in (0, os.geteuid()):
+            return f"{part}, which another user (number {user}) put there"
+    return None
+
+
+def remove_empty(made: Sequence[Path]) -> None:
+    """Remove directories that this process made, the innermost first, as far as nothing was written to them."""
+    for path in made:
+        if [inside.name for inside in path.iterdir()] == ["multirun.yaml"]:
+            (path / "multirun.yaml").unlink()  # Hydra's record of a sweep of which no job began
+        try:
+            path.rmdir()
+        except OSError:
+            return
 
 
 def _ended_by(reason: RecipeError, some_ran: bool) -> RecipeError:

@@ -16,8 +16,8 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf
 
 import ddp_recipes
+from ddp_recipes.controller import make_directory
 from ddp_recipes.errors import RequestError
-from ddp_recipes.reporting.run_directory import make_directory
 from helpers.marks import quick_each
 from helpers.patience import patience
 from helpers.processes import TORCHRUN

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
+from ddp_recipes.controller import make_directory, remove_empty
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import (
     RunDirectory,
     leave_failure,
     leave_summary,
-    make_directory,
     refuse_used,
-    remove_empty,
     write_summary,
 )
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_recipes.errors import RequestError
-from ddp_recipes.runtime.files import LACKING, planted, read_text, write_aside, write_over
+from ddp_recipes.runtime.files import LACKING, read_text, write_aside, write_over
 
 Summary = dict[str, Any]
 
@@ -53,11 +53,7 @@ class RunDirectory:
 
 
 def _refuse_links(path: Path) -> None:
-    """Refuse a run directory in which links lead what is written elsewhere: a log would be added to any file.
-
-    Raises:
-        RequestError: names the link.
-    """
+    """Refuse a run directory in which links lead what is written elsewhere: a log would be added to any file."""
     for inside in path.iterdir():
         if inside.is_symlink() and (inside.lstat().st_uid not in (0, os.geteuid()) or inside.name == "train.log"):
             raise RequestError(
@@ -67,11 +63,7 @@ def _refuse_links(path: Path) -> None:
 
 
 def _refuse_own_code(path: Path) -> None:
-    """Refuse to make a run directory of a folder of the user's own modules: no later run would import them from there.
-
-    Raises:
-        RequestError: names one.
-    """
+    """Refuse a folder of the user's own modules as run directory: no later run would import them from there."""
     imported = path.resolve() in (Path(folder).resolve() for folder in sys.path)
     own = (*path.glob("*.py"), *path.glob("*/__init__.py")) if imported else ()
     if own and not (path / "config.yaml").exists():
@@ -82,11 +74,7 @@ def _refuse_own_code(path: Path) -> None:
 
 
 def _lock(path: Path) -> int:
-    """Return the lock of a directory, made if need be: on the folder itself, so it leaves no file and ends with us.
-
-    Raises:
-        RequestError: another process has it.
-    """
+    """Return the lock of a directory, made if need be: on the folder itself, so it leaves no file and ends with us."""
     while True:
         path.mkdir(parents=True, exist_ok=True)
         lock = os.open(path, os.O_RDONLY)
@@ -119,55 +107,6 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-_INSIDE = 256  # bytes of the longest path that a run writes below its directory: that of a logger, with the host's name
-
-
-def make_directory(path: Path, fresh: bool) -> list[Path]:
-    """Make the directory of a run or a sweep; a ``fresh`` one that is taken gets ``_1``, ``_2``, ….
-
-    Returns:
-        It, and what was made for it: itself and parents, if they were not there, the innermost first.
-
-    Raises:
-        RequestError: it cannot be made, or not be written to.
-    """
-    if (stranger := planted(path)) is not None:
-        raise RequestError(f"{path} leads through {stranger}. Give a directory in a folder that is yours alone.")
-    reason: str | None = None
-    most = os.pathconf("/", "PC_PATH_MAX") - _INSIDE
-    if (length := len(os.fsencode(path))) > most:
-        raise RequestError(
-            f"The path of the run directory has {length} characters, and it may have {most}, so that there is room for "
-            f"what a run writes into it. Give a shorter one: hydra.run.dir, or hydra.sweep.dir of a sweep."
-        )
-    for number in range(1000):
-        candidate = path.with_name(f"{path.name}_{number}") if fresh and number else path
-        made: list[Path] = []
-        try:
-            for folder in reversed([each for each in (candidate, *candidate.parents) if not each.exists()]):
-                folder.mkdir()
-                made.insert(0, folder)
-            if fresh and candidate not in made:
-                continue
-            if os.access(candidate, os.W_OK | os.X_OK) and candidate.is_dir():
-                return [candidate, *made]
-            reason = os.strerror(errno.EACCES if candidate.is_dir() else errno.ENOTDIR)
-            break
-        except OSError as error:
-            remove_empty(made)
-            reason = error.strerror
-            if not isinstance(error, (FileExistsError, FileNotFoundError)):
-                break
-            dangling = (each for each in (candidate, *candidate.parents) if each.is_symlink() and not each.exists())
-            if (link := next(dangling, None)) is not None:  # else another run made or removed a part of it
-                reason = f"{link} is a symbolic link to {os.readlink(link)}, which is not there"
-                break
-    raise RequestError(
-        f"{path} cannot be the run directory: {reason}. Start from a folder that can be written to, or give another "
-        f"directory: hydra.run.dir=/tmp/run, or hydra.sweep.dir=/tmp/sweep of a sweep."
-    )
 
 
 def refuse_used(path: Path, resumed: bool) -> None:
@@ -289,14 +228,3 @@ def leave_trace(directory: Path, rank: int, text: str) -> None:
 def write_text(path: Path, text: str, durable: bool = True) -> None:
     """Write a small file, complete or not at all."""
     write_aside(path, lambda file: file.write(text.encode()), durable=durable)
-
-
-def remove_empty(made: Sequence[Path]) -> None:
-    """Remove directories that this process made, the innermost first, as far as nothing was written to them."""
-    for path in made:
-        if [inside.name for inside in path.iterdir()] == ["multirun.yaml"]:
-            (path / "multirun.yaml").unlink()  # Hydra's record of a sweep of which no job began
-        try:
-            path.rmdir()
-        except OSError:
-            return

@@ -93,18 +93,3 @@ def _sync_folder(path: Path) -> None:
             raise
     finally:
         os.close(folder)
-
-
-def planted(path: Path) -> str | None:
-    """Return what another user has put where all may write, if a path leads through it: a link, or a folder for all."""
-    path = path.absolute()
-    for part in (*reversed(path.parents), path):
-        try:
-            found, above = part.lstat().st_mode, part.parent.stat().st_mode
-            user = part.lstat().st_uid
-        except OSError:
-            return None  # not there, nor what is below it
-        trap = stat.S_ISLNK(found) or part == path or found & stat.S_IWOTH
-        if trap and above & stat.S_IWOTH and user not in (0, os.geteuid()):
-            return f"{part}, which another user (number {user}) put there"
-    return None
