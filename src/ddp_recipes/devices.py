@@ -479,12 +479,7 @@ class _Choice(NamedTuple):
 
 
 def _choices() -> dict[str, _Choice]:
-    """Return the choices by name.
-
-    They are the type of tensors of which none is said, how exact products of float32 are, whether operations give the
-    same bits again, of all of torch and of cuDNN's kernels, whether cuDNN tries kernels out, and how data workers give
-    their tensors to a rank.
-    """
+    """Return the choices by name."""
     import torch
 
     cudnn: Any = torch.backends.cudnn

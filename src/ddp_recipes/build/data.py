@@ -188,11 +188,7 @@ class Loading:
         return made
 
     def _order(self, source: Source, size: int, training: bool) -> Order:
-        """Return the order of a data set's samples; it may bring its own.
-
-        Args:
-            size: of a global batch.
-        """
+        """Return the order of a data set's samples; it may bring its own."""
         dataset, settings, seed = source.dataset, source.settings, self.request.run.seed
         size_of(dataset)  # refuses what has no length
         order = order_of(dataset, seed, training and settings.shuffle and not self.trainer.overfit_batches)

@@ -63,11 +63,7 @@ def available_devices(request: Request, world: World) -> Devices:
 
 
 def _first(world: World, k: int, found: devices.Found) -> int:
-    """Return the number of the first device of a rank: ranks of a node share out what they see, or see their own alone.
-
-    Raises:
-        RequestError: there are too few.
-    """
+    """Return the number of a rank's first device: ranks of a node share out what they see, or see their own alone."""
     first = world.local_rank * k
     if found.count == k < world.local_world_size * k:
         return 0  # as a scheduler gives each task its own: that they are not the same is agreed on

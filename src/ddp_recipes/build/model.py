@@ -158,11 +158,7 @@ def _deferred(made: Callable[[], Task]) -> BuiltTask:
 
 
 def _refuse_scripted(model: nn.Module, strategy: str) -> None:
-    """Refuse TorchScript where modules of the model are to run otherwise than by themselves.
-
-    Raises:
-        RequestError: names the module.
-    """
+    """Refuse TorchScript where modules of the model are to run otherwise than by themselves."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise RequestError(

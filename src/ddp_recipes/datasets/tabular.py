@@ -71,11 +71,7 @@ def breast_cancer(split: str = "train", seed: int = 42, val_fraction: float = 0.
 
 
 def _table(name: str, header: int, split: str, seed: int, val_fraction: float) -> InMemory:
-    """Cut one of scikit-learn's tables, whose last column is the class.
-
-    Raises:
-        RequestError: scikit-learn is not installed, or has no such file.
-    """
+    """Cut one of scikit-learn's tables, whose last column is the class."""
     spec = find_spec("sklearn")
     path = Path(str(spec.origin if spec else None)).parent / "datasets" / "data" / name
     if not path.is_file():

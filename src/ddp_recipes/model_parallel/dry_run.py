@@ -131,11 +131,7 @@ class DryRun:
         return costs
 
     def _runs_apart(self, starts: Sequence[str], stage: int) -> bool:
-        """Run a stage as the process that holds it alone will; say whether it could be run without data.
-
-        Raises:
-            Conflict: as :meth:`run_apart`.
-        """
+        """Run a stage as the process that holds it alone will; say whether it could be run without data."""
         here, elsewhere = fake_devices(2)
 
         def cut(task: Task) -> Callable[[Any], object]:

@@ -199,11 +199,7 @@ def _job_in(folder: Path) -> str:
 
 
 def _refuse_queued(folder: Path) -> None:
-    """Refuse the directory of a job that is still to run, or runs.
-
-    Raises:
-        RequestError: names it.
-    """
+    """Refuse the directory of a job that is still to run, or runs."""
     number = _job_in(folder)
     if number and not (state := State.ask(number, State("not known"))).ended:
         raise RequestError(
