@@ -97,13 +97,6 @@ def job_of(sweep: int, number: int) -> Iterator[None]:
         set_name("between jobs")
 
 
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """End a sweep at a signal that asks to stop, once all jobs have saved. One in this process has its own handlers."""
-    with handled_by(dict.fromkeys(ASKS_TO_STOP, _stop)):
-        yield
-
-
 def _stop(number: int, frame: FrameType | None) -> None:
     """Tell the jobs to stop, wait for them, and end the sweep."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # another Ctrl-C ends all at once
@@ -241,7 +234,7 @@ class Controller:
         with self._directory(config, *compose.directory_of(config, "hydra.sweep.dir")) as directory:
             before = sweep.begun(directory)
             try:
-                with ended_by_signals():
+                with handled_by(dict.fromkeys(ASKS_TO_STOP, _stop)):  # a job in this process has its own handlers
                     compose.multirun(hydra, config_name, overrides, str(directory), self.sweep_job)
             except SweepStopped as stop:
                 raise _ended_by(stop.reason, sweep.begun(directory) != before) from None

@@ -103,7 +103,7 @@ class Output:
                 modes.restore()
             else:
                 log.warning("The graph is not written: a batch is a %s, not inputs and targets.", type(sample).__name__)
-        self.progress.start(recipe.total_steps, run.cursor.step, run.train.plan.global_batch_size)
+        self.progress.start(recipe.length.total_steps, run.cursor.step, run.train.plan.global_batch_size)
 
     def _losses(self) -> tuple[int, float]:
         """Return how many ranks were replaced in this directory before, and the seconds that it took; on every rank."""
@@ -257,7 +257,7 @@ class Output:
             rows.append(("micro-batches", f"{micro_batches} a batch{note}"))
         rows += settings.rows(note)
         if self.run is not None:
-            plan, steps = self.run.train.plan, recipe.total_steps
+            plan, steps = self.run.train.plan, recipe.length.total_steps
             shards = f" in {plan.num_shards} shards" if plan.num_shards > world.world_size else ""
             epochs = self.run.trainer.max_epochs
             unknown = "until max_time" if epochs is None else f"of {epochs} epoch{'' if epochs == 1 else 's'}"

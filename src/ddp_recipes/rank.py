@@ -303,7 +303,7 @@ def check_schedules(run: Run, recipe: Recipe) -> None:
     """Refuse a schedule of the config's that ends before the run: torch's ``OneCycleLR`` fails in a step beyond."""
     (schedule, *_), at = run.schedules, run.cursor
     by_steps, scheduler = schedule.interval == "step", schedule.scheduler
-    end, done = (recipe.total_steps, at.step) if by_steps else (recipe.length.total_epochs, at.epoch)
+    end, done = (recipe.length.total_steps, at.step) if by_steps else (recipe.length.total_epochs, at.epoch)
     if run.task.names_metrics or end is None or not isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
         return
     if (ticks := scheduler.last_epoch + end - done) > scheduler.total_steps:

@@ -110,8 +110,4 @@ def set_torch_up(trainer: TrainerSettings, own: Devices) -> None:
     devices.choose(
         precision=trainer.matmul_precision, benchmark=trainer.benchmark, deterministic=trainer.deterministic or None
     )
-    extra_or("trainer.fast_paths", _without)(trainer.fast_paths, not devices.is_accelerator(own.own[0]))
-
-
-def _without(on: bool, host: bool) -> None:
-    """Leave torch as it is."""
+    extra_or("trainer.fast_paths", lambda on, host: None)(trainer.fast_paths, not devices.is_accelerator(own.own[0]))

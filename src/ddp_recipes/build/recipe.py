@@ -131,11 +131,6 @@ class Recipe:
         return self.request.num_devices * self.request.strategy.processes_per_replica
 
     @property
-    def total_steps(self) -> int | None:
-        """Optimizer steps to the end of the run, or ``None`` if only time limits it."""
-        return self.length.total_steps
-
-    @property
     def resumes_in_place(self) -> bool:
         """Whether the run goes on with what is in its own run directory."""
         path = self.request.run.ckpt_path
@@ -187,7 +182,7 @@ def make_recipe(job: Job, world: World, control: Control) -> Recipe:
     """
     config, request = job.config, Request.of(job.config)
     trainer, mode = request.trainer.effective(), request.run.mode
-    devices = devices_of(request, world)
+    devices: Devices = extra("plan=true")(request) if request.run.plan else available_devices(request, world)
     set_torch_up(trainer, devices)
     request.strategy.check_world_size(devices.world.world_size)
     strategy = strategy_of(config["strategy"]["_target_"], request)
@@ -277,14 +272,6 @@ def start_of(job: Job, request: Request, task: Task, train: Loader | None, contr
     if mode == "fit":
         return Start()
     return Start(warnings=[f"mode={mode} without ckpt_path: the weights are the model's initial ones."])
-
-
-def devices_of(request: Request, world: World) -> Devices:
-    """Return the devices of this rank; in a dry run, they need not be there."""
-    if request.run.plan:
-        planned: Devices = extra("plan=true")(request)
-        return planned
-    return available_devices(request, world)
 
 
 def strategy_of(target: str, request: Request) -> Strategy:

@@ -99,7 +99,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         optimizers, schedules = strategy.make_optimizers(task, partial(_optimizers_and_schedules, recipe))
     fixed_shards = recipe.request.strategy.fixed_shards
     draws = not all(str(unwrap(type(each).step).__module__).startswith("torch.optim.") for each in optimizers)  # may be
-    every = min(recipe.trainer.log_every_n_steps, max(1, recipe.total_steps or recipe.trainer.log_every_n_steps))
+    every = min(recipe.trainer.log_every_n_steps, max(1, recipe.length.total_steps or recipe.trainer.log_every_n_steps))
     run = Run(
         world=recipe.world,
         task=task,
@@ -153,7 +153,7 @@ def _watching(recipe: Recipe) -> list[RunHooks]:
 
 def _optimizers_and_schedules(recipe: Recipe) -> tuple[Sequence[torch.optim.Optimizer], Sequence[Schedule]]:
     """Return them, for the parameters that the task has now."""
-    job, task, steps, epochs = recipe.job, recipe.task, recipe.total_steps, recipe.length.total_epochs
+    job, task, steps, epochs = recipe.job, recipe.task, recipe.length.total_steps, recipe.length.total_epochs
     made = make_optimizers_and_schedules(job.config, task, recipe.may_fuse, steps, epochs, job.overrides)
     recipe.warnings.extend(_untrained(task, made[0]))
     return made

@@ -186,7 +186,7 @@ def equivalence(recipe: Recipe, output: Output) -> None:
     settings, reference = recipe.request.run, alone(recipe)
     pair = [make_run(each, make_stop_controller(each)) for each in (recipe, reference)]
     refuse_own_steps(pair[0])
-    start, end = pair[0].cursor.step, recipe.total_steps
+    start, end = pair[0].cursor.step, recipe.length.total_steps
     steps = settings.check_steps if end is None else min(settings.check_steps, end - start)
     if steps < 1:
         raise RequestError(

@@ -312,15 +312,7 @@ def settle_monitor(run: Run, metrics: Metrics) -> str | None:
     if run.auto_monitor and run.task.names_metrics and run.monitor not in ("train/loss", *metrics):
         missing, run.monitor = run.monitor, "train/loss"
         return f"checkpoint.monitor=auto is train/loss, for {missing} is not measured."
-    check_monitor(run, metrics)
-    return None
-
-
-def check_monitor(run: Run, metrics: Metrics) -> None:
-    """Refuse a metric to monitor that is not among those of a validation, unless training may measure it.
-
-    Raises:
-        RequestError: lists the metrics there are.
-    """
-    if run.monitor.startswith("val") or not (run.monitor.startswith("train/") or run.task.names_metrics):
+    by_training = run.monitor.startswith("train/") or run.task.names_metrics  # may measure it
+    if run.monitor.startswith("val") or not by_training:
         check_measured(run.monitor, metrics)
+    return None

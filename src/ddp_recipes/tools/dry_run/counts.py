@@ -133,7 +133,7 @@ def checkpoint_bytes(recipe: Recipe, replica: Replica) -> int | None:
             raise
         return None
     run = make_run(recipe, make_stop_controller(recipe), Single())  # there is nobody to gather from
-    names, steps = [], recipe.total_steps
+    names, steps = [], recipe.length.total_steps
     if steps != 0:
         names = [f"train/{name}" for name in ("loss", "lr", "samples_per_second", "epoch", "grad_norm")]
     names += [f"{split}/{name}" for split in run.val for name in ("loss", *recipe.task.metrics)]

@@ -101,7 +101,7 @@ def layout_of(recipe: Recipe, layout: Layout, capacity: int | None) -> Plan:
 def batches_of(recipe: Recipe) -> Plan:
     """Return how many samples, batches and steps there are."""
     train = recipe.loaders["train"]
-    steps, accumulate = recipe.total_steps, recipe.trainer.accumulate_grad_batches
+    steps, accumulate = recipe.length.total_steps, recipe.trainer.accumulate_grad_batches
     epoch = counts.samples_of(train.plan)
     return {
         "global_batch_size": train.plan.global_batch_size,
