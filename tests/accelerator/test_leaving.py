@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from ddp_recipes import checkpointing
-from ddp_recipes.checkpointing.files import load, step_files
+from ddp_recipes.checkpointing.files import step_files
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.runtime.tensors import digest, put_together
 from helpers.accelerator import HABITS, Accelerator
 from helpers.marks import slow_but

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ddp_recipes.checkpointing.files import load, load_first, named, newest_first
+from ddp_recipes.checkpointing.files import named, newest_first
+from ddp_recipes.checkpointing.reading import load, load_first
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.tensors import digest, put_together

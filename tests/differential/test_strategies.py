@@ -14,7 +14,7 @@ import pytest
 import torch
 from differential import architectures
 
-from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.tensors import put_together

@@ -20,7 +20,8 @@ import pytest
 import torch
 from differential import stream_parts
 
-from ddp_recipes.checkpointing.files import load, newest_first
+from ddp_recipes.checkpointing.files import newest_first
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.tensors import put_together

@@ -32,7 +32,8 @@ def own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def weights() -> Callable[[Any], dict[str, Any]]:
     """Return the weights in the last checkpoint of a run, by its summary."""
-    from ddp_recipes.checkpointing.files import load, newest_first
+    from ddp_recipes.checkpointing.files import newest_first
+    from ddp_recipes.checkpointing.reading import load
     from ddp_recipes.runtime.tensors import put_together
 
     def of(summary: Any) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_recipes.checkpointing.files import load, newest_first, step_files
+from ddp_recipes.checkpointing.files import newest_first, step_files
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.tensors import digest, put_together

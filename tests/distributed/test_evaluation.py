@@ -95,7 +95,7 @@ def test_limits_cut_evaluation_off(trained: str, run: Run) -> None:
 
 def test_predictions_are_in_the_order_of_the_data(trained: str, run: Run) -> None:
     import ddp_recipes.datasets as datasets
-    from ddp_recipes.checkpointing.files import load
+    from ddp_recipes.checkpointing.reading import load
     from ddp_recipes.models import MLP
 
     def predicted(world_size: int, *overrides: str) -> torch.Tensor:

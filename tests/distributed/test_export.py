@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import ddp_recipes
-from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import Toy
 from ddp_recipes.reporting.run_directory import Summary

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ddp_recipes.build.parameters import grouped
 from ddp_recipes.checkpointing.export import export
-from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.errors import RequestError, RunFailed
 from ddp_recipes.models import MLP
 from ddp_recipes.reporting.run_directory import Summary

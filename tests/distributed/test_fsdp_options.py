@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import GPT
 from ddp_recipes.reporting.run_directory import Summary

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddp_recipes.checkpointing.files import load, newest_first
+from ddp_recipes.checkpointing.files import newest_first
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.errors import Preempted, RunFailed
 from ddp_recipes.reporting.run_directory import Summary
 from helpers.marks import slow_but

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.datasets import fake_images
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary

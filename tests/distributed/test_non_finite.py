@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.errors import RunFailed
 from ddp_recipes.reporting.run_directory import Summary
 from helpers.marks import quick_each, slow_but

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.tensors import digest

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from helpers.marks import at_night, quick_each, slow_but

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.config.request import Request
 from ddp_recipes.devices import NONE
 from ddp_recipes.errors import RecipeError, RequestError, RunFailed

@@ -15,7 +15,7 @@ from torch.distributed import Store
 from ddp_recipes import rank
 from ddp_recipes.build.recipe import make_recipe
 from ddp_recipes.build.run import join, make_run, make_stop_controller
-from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.data import loader as data
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary

@@ -10,7 +10,8 @@ import pytest
 from torch.distributed import Store
 
 from ddp_recipes import rank
-from ddp_recipes.checkpointing.files import load, newest_first
+from ddp_recipes.checkpointing.files import newest_first
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.control import Control

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_recipes.checkpointing.files import load_first, newest_first
+from ddp_recipes.checkpointing.files import newest_first
+from ddp_recipes.checkpointing.reading import load_first
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.reporting.run_directory import Summary
 from helpers.checkpoints import mounted

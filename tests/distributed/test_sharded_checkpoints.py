@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddp_recipes.checkpointing.files import load, newest_first
+from ddp_recipes.checkpointing.files import newest_first
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.tensors import digest, put_together

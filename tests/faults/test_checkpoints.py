@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from ddp_recipes.checkpointing.files import find, load, load_first, newest_first
+from ddp_recipes.checkpointing.files import find, newest_first
 from ddp_recipes.checkpointing.manager import FileCheckpointer
+from ddp_recipes.checkpointing.reading import load, load_first
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.runtime.tensors import digest
 from helpers.checkpoints import checkpointer, mounted, plain, state_of, steps_in

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddp_recipes.checkpointing.files import load, named, newest_first, step_files
+from ddp_recipes.checkpointing.files import named, newest_first, step_files
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.errors import RequestError
 from ddp_recipes.reporting.run_directory import Summary
 from helpers.damage import DAMAGE, IN_PLACE, copied

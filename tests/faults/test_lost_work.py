@@ -7,7 +7,8 @@ from signal import SIGKILL, SIGTERM
 
 import pytest
 
-from ddp_recipes.checkpointing.files import load_first, newest_first
+from ddp_recipes.checkpointing.files import newest_first
+from ddp_recipes.checkpointing.reading import load_first
 from helpers.checkpoints import BROKEN, broken_disk
 from helpers.processes import (
     ENDLESS,

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddp_recipes.checkpointing.files import load_first, named, newest_first, step_files
+from ddp_recipes.checkpointing.files import named, newest_first, step_files
+from ddp_recipes.checkpointing.reading import load_first
 from helpers.checkpoints import broken_disk
 from helpers.patience import patience
 from helpers.processes import COLD, ENDLESS, GONE_S, START_S, TWO, kill, started, until, until_saved

@@ -26,7 +26,8 @@ import yaml
 sys.path.append(str(Path(__file__).parents[1]))  # for helpers, as pytest does
 
 from ddp_recipes.build.instantiate import make
-from ddp_recipes.checkpointing.files import content_of, load
+from ddp_recipes.checkpointing.files import content_of
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.config.request import Request
 from ddp_recipes.errors import RequestError
 from ddp_recipes.launchers.reports import RankReport

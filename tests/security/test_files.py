@@ -18,7 +18,7 @@ import torch
 import ddp_recipes
 from ddp_recipes import RequestError
 from ddp_recipes.checkpointing.export import export
-from ddp_recipes.checkpointing.files import load
+from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.launchers import environment
 from ddp_recipes.reporting.run_directory import Summary, read_summary
 from helpers import security_files

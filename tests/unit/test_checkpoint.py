@@ -18,16 +18,9 @@ import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
 
-from ddp_recipes.checkpointing.files import (
-    FORMAT,
-    DamagedCheckpoint,
-    check_weights,
-    find,
-    load,
-    load_first,
-    newest_first,
-)
+from ddp_recipes.checkpointing.files import FORMAT, find, newest_first
 from ddp_recipes.checkpointing.parts import taken_apart
+from ddp_recipes.checkpointing.reading import DamagedCheckpoint, check_weights, load, load_first
 from ddp_recipes.errors import RequestError
 from ddp_recipes.models import Toy
 from ddp_recipes.runtime.files import write_aside

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from ddp_recipes.checkpointing.files import load, load_first, newest_first
+from ddp_recipes.checkpointing.files import newest_first
+from ddp_recipes.checkpointing.reading import load, load_first
 from ddp_recipes.errors import RecipeError
 from ddp_recipes.runtime.tensors import digest
 from helpers.checkpoints import checkpointer, mounted, state_of, steps_in, write

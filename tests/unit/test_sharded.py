@@ -16,9 +16,10 @@ from hypothesis import example, given, settings, strategies as st
 from safetensors.torch import load as safetensors, load_file
 
 import ddp_recipes
-from ddp_recipes.checkpointing.files import load, load_first, newest_first, step_files
+from ddp_recipes.checkpointing.files import newest_first, step_files
 from ddp_recipes.checkpointing.manager import Checkpointer, FileCheckpointer
 from ddp_recipes.checkpointing.parts import Stored
+from ddp_recipes.checkpointing.reading import load, load_first
 from ddp_recipes.checkpointing.sharded import Writers, make_checkpointer
 from ddp_recipes.errors import RecipeError, RequestError, RunFailed
 from ddp_recipes.runtime.tensors import OwnRows, digest, put_together, span

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ddp_recipes._compat.torch_ import laid_out_as, schedulers_in
-from ddp_recipes.checkpointing.files import State, check_weights, find, is_alike, load_first
+from ddp_recipes.checkpointing.files import State, find
 from ddp_recipes.checkpointing.manager import values_of
+from ddp_recipes.checkpointing.reading import check_weights, is_alike, load_first
 from ddp_recipes.config.request import Request
 from ddp_recipes.data.loader import Loader
 from ddp_recipes.errors import RequestError

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ddp_recipes.checkpointing.files import find, load_first
+from ddp_recipes.checkpointing.files import find
 from ddp_recipes.checkpointing.parts import size_in_file, stream
+from ddp_recipes.checkpointing.reading import load_first
 from ddp_recipes.checkpointing.writing import unwritable
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.runtime.tensors import Source

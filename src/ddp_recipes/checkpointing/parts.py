@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ddp_recipes import devices
 from ddp_recipes._compat.torch_ import bytes_of
-from ddp_recipes.checkpointing.files import DamagedParts, Verify, checksum_of, read_index
+from ddp_recipes.checkpointing.files import DamagedParts, checksum_of, read_index
+from ddp_recipes.checkpointing.reading import Verify
 from ddp_recipes.checkpointing.writing import BLOCK, Blocks, Stages
 from ddp_recipes.runtime.files import open_file
 from ddp_recipes.runtime.tensors import OwnRows, Source, below, plain

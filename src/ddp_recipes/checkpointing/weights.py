@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_recipes.checkpointing.files import find, is_alike, is_index, load, load_first, refuse_odd_zip
+from ddp_recipes.checkpointing.files import find, is_index
+from ddp_recipes.checkpointing.reading import is_alike, load, load_first, refuse_odd_zip
 from ddp_recipes.checkpointing.writing import reason_of
 from ddp_recipes.errors import RequestError
 from ddp_recipes.runtime.tensors import place_of, put_together
