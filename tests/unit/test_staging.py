@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ddp_recipes.checkpointing import writing
+from ddp_recipes.checkpointing import snapshots, writing
 from ddp_recipes.checkpointing.writing import StagingWriter
 from ddp_recipes.runtime.files import write_aside
 from helpers.states import same, states
@@ -22,7 +22,8 @@ from helpers.states import same, states
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let files of a few kilobytes have many blocks, which records begin and end anywhere in."""
-    monkeypatch.setattr(writing, "BLOCK", 4096)
+    for module in (snapshots, writing):
+        monkeypatch.setattr(module, "BLOCK", 4096)
 
 
 def content(size: int) -> dict[str, Any]:

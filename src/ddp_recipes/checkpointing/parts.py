@@ -26,7 +26,8 @@ from ddp_recipes import devices
 from ddp_recipes._compat.torch_ import bytes_of
 from ddp_recipes.checkpointing.files import DamagedParts, checksum_of, read_index
 from ddp_recipes.checkpointing.reading import Verify
-from ddp_recipes.checkpointing.writing import BLOCK, Blocks, Stages
+from ddp_recipes.checkpointing.snapshots import Stages
+from ddp_recipes.checkpointing.writing import BLOCK, Blocks
 from ddp_recipes.runtime.files import open_file
 from ddp_recipes.runtime.tensors import OwnRows, Source, below, plain
 
@@ -181,13 +182,13 @@ class PieceWriter(Stages):
         self, tensors: Mapping[str, Tensor | Source], size: int, snapshot: bool
     ) -> Callable[[BinaryIO], tuple[int, int]]:
         """Return what writes the tensors to a new file, of about ``size`` bytes, and returns its size and CRC-32."""
-        taken, copies = self._taken(tensors, snapshot)
+        taken, copies = self.taken(tensors, snapshot)
         pieces: Iterable[memoryview] = stream(taken.value)
         if copies:
-            self._snapshot.clear(size)
+            self.snapshot.clear(size)
             for piece in pieces:
-                self._snapshot.write(piece)
-            pieces = self._snapshot.blocks()
+                self.snapshot.write(piece)
+            pieces = self.snapshot.blocks()
 
         def write(file: BinaryIO) -> tuple[int, int]:
             taken.wait()
