@@ -33,7 +33,6 @@ from torch.distributed import FileStore, Store
 from ddp_recipes import rank
 from ddp_recipes._compat.torch_ import load_what_ddp_needs
 from ddp_recipes.config import compose
-from ddp_recipes.config.compose import resolve
 from ddp_recipes.config.overrides import deleting_null, spelled_out
 from ddp_recipes.config.translate import translated
 from ddp_recipes.errors import RecipeError, RequestError
@@ -64,7 +63,7 @@ def make_job(
         config_dir, config_name: as ``--config-dir`` and ``--config-name``.
     """
     return Job(
-        resolve(_composed(tuple(spelled_out(overrides)), config_dir, config_name)),
+        compose.resolve(_composed(tuple(spelled_out(overrides)), config_dir, config_name)),
         Path(directory or tempfile.mkdtemp(prefix="ddp_recipes_")).absolute(),
         overrides=list(overrides),
     )

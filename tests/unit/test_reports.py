@@ -23,7 +23,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 def finished(rank: int) -> RankReport:
-    return RankReport.of_summary(rank, {"rank": rank, "metrics": {"val/loss": 0.5}})
+    return RankReport(rank=rank, kind="summary", summary={"rank": rank, "metrics": {"val/loss": 0.5}})
 
 
 def failed(rank: int, error: BaseException) -> RankReport:
@@ -55,7 +55,7 @@ def test_report_goes_through_one_line_of_text(report: RankReport) -> None:
 
 
 def test_report_keeps_a_metric_that_is_not_finite() -> None:
-    report = RankReport.from_json(RankReport.of_summary(0, {"val/loss": math.nan}).to_json())
+    report = RankReport.from_json(RankReport(rank=0, kind="summary", summary={"val/loss": math.nan}).to_json())
     assert report.summary is not None
     assert math.isnan(report.summary["val/loss"])
 

@@ -26,12 +26,7 @@ from ddp_recipes.training.state import Run, classes_of, kinds_of
 
 
 def resumed(
-    paths: Sequence[Path],
-    request: Request,
-    directory: Path,
-    task: Task,
-    train: Loader | None,
-    control: Control,
+    paths: Sequence[Path], request: Request, directory: Path, task: Task, train: Loader | None, control: Control
 ) -> tuple[Path, State, Sequence[str]]:
     """Return path and state of the first of these checkpoints that is whole, and warnings.
 

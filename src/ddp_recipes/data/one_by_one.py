@@ -187,10 +187,7 @@ LOOK_S = 1.0  # between looks at the time, while data workers are waited for
 
 
 def sample_loader(
-    keyed: KeyedDataset,
-    sampler: Iterable[list[Draw]],
-    begin_worker: Callable[[int], None] | None,
-    **options: Any,
+    keyed: KeyedDataset, sampler: Iterable[list[Draw]], begin_worker: Callable[[int], None] | None, **options: Any
 ) -> "DataLoader[Any]":
     """Return torch's loader of a data set's samples, with its own ``options``."""
     return DataLoader(

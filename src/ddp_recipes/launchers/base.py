@@ -38,10 +38,6 @@ class RestartNote:
         kept = self.on and attempt.name == f"attempt_{self._restarts}"
         self.folder = attempt.parent if kept else None
 
-    def read(self) -> str:
-        """Return the directory of an earlier start; empty if none began."""
-        return self.text("run_directory")
-
     def text(self, name: str) -> str:
         """Return what an earlier start left under a name; empty if it left nothing."""
         path = None if self.folder is None else self.folder / name
@@ -98,7 +94,7 @@ class Resources:
         if fresh:
             self.note.refuse_lost()
         if not self.note.on or self.world is None or self.world.nnodes == 1:
-            return self.note.read()
+            return self.note.text("run_directory")
         return self.channel.former_directory(timeout_s)  # torchrun may have made another node the first
 
     def refuse_started_ranks(self, name: str, hint: str = "start train.py alone") -> None:

@@ -185,7 +185,7 @@ class Channel:
 
     def _here(self) -> Mapping[str, Any]:
         kept = self._memory().found() if self._note.text("memory") else {}
-        return {"base": self._note.read(), **kept}
+        return {"base": self._note.text("run_directory"), **kept}
 
     def lead(self, job: Job) -> Summary:
         """Post a job and run it as rank 0; with one rank, a plain run."""

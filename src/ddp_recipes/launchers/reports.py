@@ -54,11 +54,6 @@ class RankReport:
         return _EXIT_CODES[self.kind]
 
     @classmethod
-    def of_summary(cls, rank: int, summary: Summary) -> "RankReport":
-        """Return the report of a rank that finished."""
-        return cls(rank=rank, kind="summary", summary=summary)
-
-    @classmethod
     def of_error(cls, rank: int, error: BaseException) -> "RankReport":
         """Return the report of a rank that raised."""
         kinds: list[tuple[type[RecipeError], Literal["refused", "preempted", "left"]]]

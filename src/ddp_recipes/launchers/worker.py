@@ -131,6 +131,7 @@ def run(job: Job, world: World, store_file: int | None, connection: LauncherConn
 
         messages = at_address(world, os.environ, STORE_TIMEOUT) if store_file is None else in_file(store_file)
         watcher = Watcher() if connection is None else connection.watcher
-        return RankReport.of_summary(world.rank, rank.run(job, world, messages, watcher))
+        summary = rank.run(job, world, messages, watcher)
+        return RankReport(rank=world.rank, kind="summary", summary=summary)
     except BaseException as error:  # noqa: BLE001 - whatever ends a rank is reported
         return RankReport.of_error(world.rank, error)

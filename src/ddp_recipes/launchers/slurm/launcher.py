@@ -154,11 +154,7 @@ def _tasks_per_node(request: Request, settings: SlurmSettings) -> int:
 
 
 def _refuse_others(path: Path) -> None:
-    """Refuse a directory that others may have written to, for the job will run what it finds there.
-
-    Raises:
-        RequestError: it belongs to another user, or all may write to it; or its name has more than one line.
-    """
+    """Refuse a directory that others may have written to, for the job will run what it finds there."""
     if not str(path).isprintable():  # it stands in the job's script
         raise RequestError(f"hydra.run.dir={str(path)!r} is not one line of printable text, as Slurm needs it.")
     found = path.stat()
