@@ -30,7 +30,7 @@ from ddp_recipes.checkpointing.files import content_of
 from ddp_recipes.checkpointing.reading import load
 from ddp_recipes.config.request import Request
 from ddp_recipes.errors import RequestError
-from ddp_recipes.launchers.reports import RankReport
+from ddp_recipes.launchers.worker import RankReport
 from ddp_recipes.reporting.run_directory import read_summary
 from ddp_recipes.reporting.sweep import finished_before, report
 from ddp_recipes.testing import make_job

@@ -31,6 +31,7 @@ from ddp_recipes.launchers import reports
 from ddp_recipes.launchers.base import RestartNote
 from ddp_recipes.launchers.reports import Death, decide
 from ddp_recipes.launchers.store import TIMEOUT, agent_holds_store, at_address
+from ddp_recipes.launchers.worker import write_at_death
 from ddp_recipes.reporting.run_directory import Summary, leave_failure_of_rank_0, leave_trace
 from ddp_recipes.runtime.job import ASKS_TO_STOP, Job, Watcher
 from ddp_recipes.runtime.messages import CALL_S, LOOK_S, Messages
@@ -53,7 +54,7 @@ class Peers:
         self._seen: set[int] = set()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115
         if agent_holds_store():  # anything else that starts ranks may want SIGUSR2 for itself
-            reports.write_at_death(self._stacks.fileno())
+            write_at_death(self._stacks.fileno())
 
     def introduce(self, messages: Messages) -> None:
         """Publish where this rank writes its stacks."""

@@ -1,7 +1,5 @@
-"""What each rank reports at its end, and what became of the run: decided alike for all launchers. Loads no torch."""
+"""What became of a run, by what each rank reports at its end: decided alike for all launchers. Loads no torch."""
 
-import faulthandler
-import json
 import os
 import signal
 import time
@@ -9,85 +7,13 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import IO, Literal
+from typing import IO
 
-from ddp_recipes.errors import Left, Preempted, RecipeError, RequestError, RunFailed
+from ddp_recipes.errors import Preempted, RecipeError, RequestError, RunFailed
+from ddp_recipes.launchers.worker import RankReport
 from ddp_recipes.reporting.run_directory import Summary, leave_failure
 from ddp_recipes.runtime.job import Job
 from ddp_recipes.runtime.process import is_running
-
-_EXIT_CODES = {
-    "summary": 0,
-    "refused": RequestError.exit_status,
-    "preempted": Preempted.exit_status,
-    "failed": RunFailed.exit_status,
-    "left": Left.exit_status,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankReport:
-    """How a job ended on one rank.
-
-    Attributes:
-        kind: ``summary`` if it finished.
-        message: the error; of a failure the traceback, if it has one.
-        checkpoint: where a preempted run resumes.
-        cause: whether the rank failed by itself, not because another one did.
-        unresponsive: ranks that no longer responded to it: there is no point in waiting for them.
-        time: when it ended, in seconds since the epoch.
-        summary: of the run, on this rank.
-    """
-
-    rank: int
-    kind: Literal["summary", "refused", "preempted", "failed", "left"]
-    message: str = ""
-    checkpoint: str | None = None
-    cause: bool = True
-    unresponsive: tuple[int, ...] = ()
-    time: float = 0.0
-    summary: Summary | None = None
-
-    @property
-    def exit_status(self) -> int:
-        """The exit code of the rank's process."""
-        return _EXIT_CODES[self.kind]
-
-    @classmethod
-    def of_error(cls, rank: int, error: BaseException) -> "RankReport":
-        """Return the report of a rank that raised."""
-        kinds: list[tuple[type[RecipeError], Literal["refused", "preempted", "left"]]]
-        kinds = [(RequestError, "refused"), (Preempted, "preempted"), (Left, "left")]
-        return cls(
-            rank=rank,
-            kind=next((kind for raised, kind in kinds if isinstance(error, raised)), "failed"),
-            message=str(error) if isinstance(error, RecipeError) else "".join(traceback.format_exception(error)),
-            checkpoint=error.checkpoint if isinstance(error, Preempted) else None,
-            cause=not isinstance(error, RunFailed) or error.rank in (None, rank),
-            unresponsive=tuple(error.unresponsive) if isinstance(error, RunFailed) else (),
-            time=time.time(),
-        )
-
-    def to_json(self) -> str:
-        """Return the report as one line of text."""
-        return json.dumps(vars(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> "RankReport":
-        """Return the report that :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: it is none.
-        """
-        values = json.loads(text)
-        try:
-            report = cls(**{**values, "unresponsive": tuple(values["unresponsive"])})
-            kinds = {"rank": int, "message": str, "checkpoint": str | None, "time": float | int, "summary": dict | None}
-            if report.kind in _EXIT_CODES and all(isinstance(getattr(report, name), kinds[name]) for name in kinds):
-                return report
-        except (TypeError, KeyError):
-            pass
-        raise ValueError(f"no report of a rank: {text[:200]}")
 
 
 @dataclass(frozen=True)
@@ -208,11 +134,6 @@ def as_rank_0() -> Iterator[None]:
 
 
 ANSWER_S = 1.0
-
-
-def write_at_death(file: int) -> None:
-    """Have this process write the stacks of all its threads to a file descriptor, and die, when it gets SIGUSR2."""
-    faulthandler.register(signal.SIGUSR2, file, all_threads=True, chain=True)  # on to the default, which is to die
 
 
 def request(processes: Mapping[int, IO[bytes]]) -> dict[int, str]:

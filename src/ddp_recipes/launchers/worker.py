@@ -1,22 +1,106 @@
-"""One rank of a job, in a process that was started for it, and its side of the pipes to its launcher."""
+"""One rank of a job, in a process that was started for it, its side of the pipes to its launcher, and its report."""
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import IO, TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING, Literal, NoReturn
 
-from ddp_recipes.launchers.reports import RankReport, write_at_death
+from ddp_recipes.errors import Left, Preempted, RecipeError, RequestError, RunFailed
+from ddp_recipes.reporting.run_directory import Summary
 from ddp_recipes.runtime.job import ASKS_TO_STOP, ExitRequest, Job, Loss, Regroup, Watcher
 from ddp_recipes.runtime.process import die_with_parent, ignore, ignore_broken_pipe, leave, loading, set_name
 from ddp_recipes.runtime.world import World
 
 if TYPE_CHECKING:
     from ddp_recipes.runtime.messages import Messages
+
+
+_EXIT_CODES = {
+    "summary": 0,
+    "refused": RequestError.exit_status,
+    "preempted": Preempted.exit_status,
+    "failed": RunFailed.exit_status,
+    "left": Left.exit_status,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """How a job ended on one rank.
+
+    Attributes:
+        kind: ``summary`` if it finished.
+        message: the error; of a failure the traceback, if it has one.
+        checkpoint: where a preempted run resumes.
+        cause: whether the rank failed by itself, not because another one did.
+        unresponsive: ranks that no longer responded to it: there is no point in waiting for them.
+        time: when it ended, in seconds since the epoch.
+        summary: of the run, on this rank.
+    """
+
+    rank: int
+    kind: Literal["summary", "refused", "preempted", "failed", "left"]
+    message: str = ""
+    checkpoint: str | None = None
+    cause: bool = True
+    unresponsive: tuple[int, ...] = ()
+    time: float = 0.0
+    summary: Summary | None = None
+
+    @property
+    def exit_status(self) -> int:
+        """The exit code of the rank's process."""
+        return _EXIT_CODES[self.kind]
+
+    @classmethod
+    def of_error(cls, rank: int, error: BaseException) -> "RankReport":
+        """Return the report of a rank that raised."""
+        kinds: list[tuple[type[RecipeError], Literal["refused", "preempted", "left"]]]
+        kinds = [(RequestError, "refused"), (Preempted, "preempted"), (Left, "left")]
+        return cls(
+            rank=rank,
+            kind=next((kind for raised, kind in kinds if isinstance(error, raised)), "failed"),
+            message=str(error) if isinstance(error, RecipeError) else "".join(traceback.format_exception(error)),
+            checkpoint=error.checkpoint if isinstance(error, Preempted) else None,
+            cause=not isinstance(error, RunFailed) or error.rank in (None, rank),
+            unresponsive=tuple(error.unresponsive) if isinstance(error, RunFailed) else (),
+            time=time.time(),
+        )
+
+    def to_json(self) -> str:
+        """Return the report as one line of text."""
+        return json.dumps(vars(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "RankReport":
+        """Return the report that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: it is none.
+        """
+        values = json.loads(text)
+        try:
+            report = cls(**{**values, "unresponsive": tuple(values["unresponsive"])})
+            kinds = {"rank": int, "message": str, "checkpoint": str | None, "time": float | int, "summary": dict | None}
+            if report.kind in _EXIT_CODES and all(isinstance(getattr(report, name), kinds[name]) for name in kinds):
+                return report
+        except (TypeError, KeyError):
+            pass
+        raise ValueError(f"no report of a rank: {text[:200]}")
+
+
+def write_at_death(file: int) -> None:
+    """Have this process write the stacks of all its threads to a file descriptor, and die, when it gets SIGUSR2."""
+    faulthandler.register(signal.SIGUSR2, file, all_threads=True, chain=True)  # on to the default, which is to die
 
 
 class LauncherConnection:

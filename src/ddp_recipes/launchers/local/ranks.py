@@ -15,7 +15,8 @@ from types import FrameType
 from typing import IO
 
 from ddp_recipes.launchers.fork_server import ForkedRank, ForkServer, afresh, python_path
-from ddp_recipes.launchers.reports import Death, RankReport, died
+from ddp_recipes.launchers.reports import Death, died
+from ddp_recipes.launchers.worker import RankReport
 from ddp_recipes.runtime.job import Job, Loss
 from ddp_recipes.runtime.process import handled_by, is_stopped
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddp_recipes.launchers import environment, worker
-from ddp_recipes.launchers.reports import RankReport
+from ddp_recipes.launchers.worker import RankReport
 from ddp_recipes.reporting.run_directory import leave_failure_of_rank_0, write_text
 from ddp_recipes.runtime.job import Job
 
