@@ -33,29 +33,13 @@ from ddp_recipes._version import __version__
 from ddp_recipes.config import kinds
 from ddp_recipes.config.keys import of_environment, parse as parse_keys
 from ddp_recipes.config.overrides import deleting_null, quoted, refuse_unused, spelled_out
-from ddp_recipes.config.settings import (
-    CheckpointSettings,
-    ClusterSettings,
-    DataSettings,
-    LauncherSettings,
-    ModelSettings,
-    RunSettings,
-    SweepSettings,
-    TrainerSettings,
-    better,
-)
+from ddp_recipes.config.request import Request
+from ddp_recipes.config.settings import RunSettings, SweepSettings, better
 from ddp_recipes.config.translate import comes_of_hydra, translated
 from ddp_recipes.errors import RequestError, nearest
 
 JOB_NAME = "train"
-SECTIONS: dict[str, type] = {  # whose keys have types that follow from no other key
-    "data": DataSettings,
-    "trainer": TrainerSettings,
-    "checkpoint": CheckpointSettings,
-    "launcher": LauncherSettings,
-    "model": ModelSettings,
-    "cluster": ClusterSettings,
-}
+_TYPED = ("data", "trainer", "checkpoint", "launcher", "model", "cluster")  # whose types follow from no other key
 
 Task = Callable[[DictConfig], float | None]
 
@@ -275,8 +259,9 @@ def resolve(config: DictConfig) -> dict[str, Any]:
         raise RequestError(f"{', '.join(missing)} must be given: this choice has no default for {them}.")
     plain = _plain(config)
     found = _of_environment(RunSettings, plain)
-    for name, settings in SECTIONS.items():
-        if isinstance(plain.get(name), dict) and (inside := _of_environment(settings, plain[name])):
+    sections = get_type_hints(Request)
+    for name in _TYPED:
+        if isinstance(plain.get(name), dict) and (inside := _of_environment(sections[name], plain[name])):
             found[name] = inside
     return _plain(OmegaConf.merge(config, found)) if found else plain  # what follows these keys has their values, too
 
