@@ -73,11 +73,7 @@ _stopped: BaseException | None = None  # in this process, to which joblib gives 
 
 @contextmanager
 def job_of(sweep: int, number: int) -> Iterator[None]:
-    """Run a job; one in a process that a sweep has started can be told to stop, and ends with the sweep.
-
-    Args:
-        sweep: the process of the sweep.
-    """
+    """Run a job; one in a process that a sweep, another process, has started can be told to stop, and ends with it."""
     global _stopped
     if os.getppid() != sweep or threading.current_thread() is not threading.main_thread():
         yield

@@ -149,11 +149,7 @@ class InitRecorder:
         return self._do(function, leaves, refs, form, {each.number for each in needed})
 
     def _do(self, function: OpOverload, leaves: list[Any], refs: list[Any], form: Any, reads: set[int]) -> Any:
-        """Do an operation in memory of its own; record it if that is not kept.
-
-        Args:
-            refs: the leaves, or where they would lie.
-        """
+        """Do an operation in memory of its own; record it if that is not kept."""
         drawn = torch.Tag.nondeterministic_seeded in function.tags
         state, kept = torch.get_rng_state() if drawn else None, [_kept(each) for each in refs]
         entry = _Entry(function, kept, form, reads, state, torch.get_default_dtype())

@@ -34,11 +34,7 @@ MOST_LINES = 1000  # of a rank's log at once
 
 
 class Control:
-    """The messages of one run. With one process there are none, and nobody to send them to.
-
-    Args:
-        watcher: whoever started this rank.
-    """
+    """The messages of one run. With one process there are none, and nobody to send them to."""
 
     def __init__(
         self,

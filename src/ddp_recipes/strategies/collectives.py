@@ -76,11 +76,7 @@ def broadcast(value: Any, source: int, group: dist.ProcessGroup | None = None) -
 
 
 def pack(value: Any, large: list[Tensor] | None = None) -> Tensor:
-    """Return as bytes what is made of tensors, dicts, lists, tuples, strings, numbers, booleans and ``None``.
-
-    Args:
-        large: as of :func:`pieces`.
-    """
+    """Return as bytes what is made of tensors, dicts, lists, tuples, strings, numbers, booleans and ``None``."""
     return torch.cat([*pieces(value, large)])
 
 

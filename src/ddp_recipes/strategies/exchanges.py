@@ -213,9 +213,6 @@ def _ends_in_time(handle: dist.Work) -> bool:
 def send(tensor: Tensor, *to: Any, line: int | None = None, **options: Any) -> None:
     """Send another rank a message, as ``torch.distributed.send``.
 
-    Args:
-        line: as of :func:`wait_for_message`.
-
     Raises:
         RuntimeError: as of :func:`exchanged`.
     """
@@ -226,9 +223,6 @@ def receive(
     tensor: Tensor, *source: Any, line: int | None = None, patience: timedelta | None = None, **options: Any
 ) -> None:
     """Receive another rank's message, as ``torch.distributed.recv``.
-
-    Args:
-        line, patience: as of :func:`wait_for_message`.
 
     Raises:
         RuntimeError: as of :func:`exchanged`.

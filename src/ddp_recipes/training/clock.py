@@ -40,11 +40,7 @@ class Clock:
 
 
 class DeviceClock(Clock):
-    """Times steps on an accelerator, which works on them after they were enqueued: by events in its stream.
-
-    Args:
-        device: the one that a step ends on.
-    """
+    """Times steps on an accelerator, which works on them after they were enqueued: by events in its stream."""
 
     _UNREAD = 1000  # events; the first of so many has passed, so that reading it waits for nothing
 
@@ -105,11 +101,7 @@ class Flops:
 
 
 class Rate:
-    """Samples a second since it was last asked.
-
-    Args:
-        samples: seen before.
-    """
+    """Samples a second since it was last asked; ``samples`` were seen before."""
 
     def __init__(self, samples: int) -> None:
         self._asked, self._samples = time.perf_counter(), samples

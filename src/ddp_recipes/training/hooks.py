@@ -44,9 +44,6 @@ class Trained(RunHooks):
 
     Between steps, as in a callback, more or fewer may be: then the task is wrapped again. What a forward pass begins to
     train would have a gradient of this rank alone.
-
-    Args:
-        run: whose task is wrapped.
     """
 
     def __init__(self, run: Run) -> None:

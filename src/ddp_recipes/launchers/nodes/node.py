@@ -135,11 +135,7 @@ class Node:
         return Starter(job, count, self._server, stack, first, world, environ, self._slots.paths)
 
     def _count(self, ended: Ended, job: Job, step: int) -> None:
-        """Count a loss, and tell it; end the run for all nodes if there were too many, or it is not by chance.
-
-        Args:
-            step: that the ranks had started from.
-        """
+        """Count a loss, and tell it; end the run for all nodes if there were too many, or it is not by chance."""
         if not ended.why:
             return
         self._losses += 1

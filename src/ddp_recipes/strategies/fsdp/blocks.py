@@ -27,9 +27,6 @@ def policies_of(model: nn.Module, blocks: Sequence[str], param_dtype: str | None
 
     The model's outputs are of 32 bits, so a loss is; a step of its own is given targets, which are not cast. Norms with
     running statistics, which have 32 bits, stay as they are, so they are blocks of their own.
-
-    Args:
-        param_dtype: as ``strategy.param_dtype``.
     """
     if param_dtype is None:
         return dict.fromkeys([*blocks, ""], MixedPrecisionPolicy())
@@ -113,9 +110,6 @@ _ELEMENTWISE = (
 
 def blocks_of(model: nn.Module, wrap: str | int | Sequence[str]) -> list[str]:
     """Return the names of the modules that are gathered by themselves, inner ones first.
-
-    Args:
-        wrap: as ``strategy.wrap``.
 
     Raises:
         RequestError: there are none.

@@ -262,11 +262,7 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Saved(saved_tensors_hooks):
-    """Counts what autograd keeps for the backward pass, each memory once, but for what is known.
-
-    Args:
-        known: as :func:`storages` gives it.
-    """
+    """Counts what autograd keeps for the backward pass, each memory once, but for what is known."""
 
     def __init__(self, known: Iterable[int]) -> None:
         super().__init__(self._pack, lambda saved: saved)
