@@ -45,6 +45,39 @@ class Joined(Lit):
         return torch.stack(losses).sum()
 
 
+class ByEpoch(Dataset[Batch]):
+    """Points at one place, whose numbers have the epoch times their count added, as those of a mixture have."""
+
+    repeats = False
+
+    def __init__(self, value: float, count: int = 20) -> None:
+        self.value, self.count = value, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def sample_order(self, seed: int, shuffle: bool) -> Any:
+        return self
+
+    def samples(self, epoch: int, positions: Any) -> Any:
+        return positions + epoch * self.count
+
+    def __getitem__(self, index: int) -> Batch:
+        return torch.full((10,), self.value), torch.full((5,), self.value)
+
+
+class Numbered(Joined):
+    """Trains on two such sets."""
+
+    def train_dataloader(self) -> Any:
+        return [DataLoader(ByEpoch(value), 2, num_workers=self.workers) for value in (1.0, 2.0)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for value, (_, targets) in enumerate(batch, 1):
+            assert bool((targets == value).all()), "each loader gives samples of its own"
+        return super().training_step({"one": batch[0], "others": batch[1:]}, batch_idx)
+
+
 class Streamed(Joined):
     """Brings a stream among them."""
 

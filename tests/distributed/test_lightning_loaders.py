@@ -64,9 +64,15 @@ def test_sets_of_one_length_are_not_shuffled_alike() -> None:
     assert not torch.equal(indices[:64], indices[64:] - 64)
 
 
-@pytest.mark.parametrize("strategy", [[], *at_night(["strategy=fsdp", "strategy.wrap=[net1,net2]"])])
-def test_they_are_trained_on_alike_at_any_world_size_and_resumed(strategy: list[str], tmp_path: Path) -> None:
-    own = [*TRAINED, "checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1"]
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [("Joined", []), ("Numbered", []), *at_night(("Joined", ["strategy=fsdp", "strategy.wrap=[net1,net2]"]))],
+)
+def test_they_are_trained_on_alike_at_any_world_size_and_resumed(
+    model: str, strategy: list[str], tmp_path: Path
+) -> None:
+    own = [*TRAINED, f"model._target_=lightning_loaders.{model}"]
+    own += ["checkpoint.every_n_steps=1", "checkpoint.save_top_k=-1"]
     whole = run_recipe(own, 1, tmp_path / "whole")
     assert whole["global_step"] == 10
     two = run_recipe([*own, *strategy, "+model.workers=1"], 2, tmp_path / "two")

@@ -22,7 +22,10 @@ class Sample(NamedTuple):
 
 
 class Together(Dataset[Any]):
-    """Samples of several data sets, numbered one set after the other."""
+    """Samples of several data sets, numbered one set after the other.
+
+    Numbers of a set beyond its length, as a mixture has them in later epochs, are beyond the length of all.
+    """
 
     def __init__(self, datasets: Sequence[Any]) -> None:
         self.datasets = list(datasets)
@@ -32,8 +35,15 @@ class Together(Dataset[Any]):
         return sum(map(len, self.datasets))
 
     def __getitem__(self, index: int) -> Sample:
+        rounds, index = divmod(index, len(self))
         part = max(number for number, start in enumerate(self.starts) if start <= index)
-        return Sample(part, self.datasets[part][index - self.starts[part]])
+        dataset = self.datasets[part]
+        return Sample(part, dataset[index - self.starts[part] + rounds * len(dataset)])
+
+    def numbers(self, part: int, samples: Tensor) -> Tensor:
+        """Return the numbers of one set's samples."""
+        size = len(self.datasets[part])
+        return self.starts[part] + samples % size + samples // size * len(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the sets that take it."""
@@ -69,13 +79,13 @@ class CombinedPlan(BatchPlan):
     Each time they do is an epoch of theirs, with an order of its own.
 
     Attributes:
-        parts: the plans of :class:`Together`'s sets.
-        starts: the numbers of their first samples.
+        parts: the plans of the sets.
+        dataset: these.
         shortest: whether an epoch ends with the shortest plan.
     """
 
     parts: tuple[BatchPlan, ...] = field(kw_only=True)
-    starts: tuple[int, ...] = field(kw_only=True)
+    dataset: Together = field(kw_only=True)
     shortest: bool = field(default=False, kw_only=True)
     uniform = False
     repeats = True  # some begin anew
@@ -107,11 +117,11 @@ class CombinedPlan(BatchPlan):
 
     def indices(self, epoch: int, batch: int, shard: int = 0) -> Tensor:
         found, longest = [], max(each.num_batches for each in self.parts)
-        for number, (start, part) in enumerate(zip(self.starts, self.parts, strict=True)):
+        for number, part in enumerate(self.parts):
             again, own = divmod(batch, part.num_batches)
             of_part = epoch * -(-longest // part.num_batches) + again
             # Sets of one length would be shuffled alike in an epoch of the same number.
-            found.append(start + part.indices(of_part * len(self.parts) + number, own, shard))
+            found.append(self.dataset.numbers(number, part.indices(of_part * len(self.parts) + number, own, shard)))
         return torch.cat(found)
 
     def positions(self, batch: int, shard: int = 0) -> Tensor:
@@ -152,7 +162,7 @@ def combined(plans: Mapping[str, BatchPlan], dataset: Together, shortest: bool) 
                 f"loaders. Choose another batch_size, drop_last=True, or fewer processes."
             )
     parts = tuple(plans.values())
-    size, starts = sum(part.global_batch_size for part in parts), tuple(dataset.starts)
+    size = sum(part.global_batch_size for part in parts)
     return CombinedPlan(
-        parts[0].order, size, parts[0].num_shards, parts[0].seed, parts=parts, starts=starts, shortest=shortest
+        parts[0].order, size, parts[0].num_shards, parts[0].seed, parts=parts, dataset=dataset, shortest=shortest
     )
