@@ -26,15 +26,33 @@ class Unequal(Toy):
     def __init__(self, **sizes):
         super().__init__(**sizes)
         torch.nn.init.constant_(self.net1.bias, float(os.environ["RANK"]))
+
+
+class Share(torch.utils.data.Dataset):
+    def __init__(self, **sizes):
+        self.numbers = range(int(os.environ["RANK"]), 13, 2)
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        return torch.ones(10), torch.ones(5)
 """
 
 
-def test_ranks_with_other_initial_weights_are_refused_before_step_1(folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "what"),
+    [
+        ("model._target_=unequal.Unequal", "digest of the initial weights"),
+        ("data.train._target_=unequal.Share", "samples of data.train"),
+    ],
+)
+def test_ranks_with_other_weights_or_data_are_refused_before_step_1(target: str, what: str, folder: Path) -> None:
     (folder / "unequal.py").write_text(UNEQUAL)
-    ended = ran(folder, *SMALL, "model=toy", "model._target_=unequal.Unequal", "launcher.nproc_per_node=2")
+    ended = ran(folder, *SMALL, "model=toy", target, "launcher.nproc_per_node=2")
     assert ended.status == 2
-    assert "The ranks differ:" in ended.err
-    assert "digest of the initial weights:" in ended.err
+    assert "The ranks differ." in ended.err
+    assert f"{what}:" in ended.err
     assert "on rank 0" in ended.err
     assert "on rank 1" in ended.err
     assert not (folder / "outputs").exists()

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 
-from torch import nn
+from torch import nn, ones
 
 from ddp_recipes import Callback
 
@@ -106,6 +106,17 @@ class DiesHandingOver(nn.Linear):
 class Norm(nn.Sequential):
     def __init__(self, in_features, out_features, **unused):
         super().__init__(nn.BatchNorm1d(in_features), nn.Linear(in_features, out_features))
+
+
+class Grows:
+    def __init__(self, **unused):
+        self.count = 64 + Path("done_5").exists()
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return ones(10), ones(5)
 
 
 class Logs(nn.Linear):
@@ -304,6 +315,16 @@ def test_once_all_that_may_be_are_replaced_a_restart_that_fails_blames_no_other_
     assert "Restart 1 of 1, from the last checkpoint." in ended.stderr
     assert "did not respond" not in ended.stderr
     assert summary(tmp_path)["error"] == "rank 1: ValueError: the cat sat on the keyboard"
+
+
+@pytest.mark.slow
+def test_a_new_rank_that_finds_other_data_than_the_rest_have_ends_the_run(tmp_path: Path, python: str) -> None:
+    ended = ran(python, tmp_path, "data.train._target_=parts.Grows", *disturbed(1, "[5]"))
+    assert ended.returncode == 2, ended.stderr
+    assert "samples of data.train: 64 on rank 0, 65 on rank 1" in ended.stderr
+    found = summary(tmp_path)
+    assert (found["status"], found["global_step"]) == ("failed", 5)
+    assert "samples of data.train" in found["error"]
 
 
 BOTH = "logger=[tensorboard,csv]"

@@ -95,7 +95,8 @@ class Recipe:
     @property
     def facts(self) -> dict[str, str]:
         """Facts that have to be equal on all ranks, by the name that messages call them."""
-        return {"version of ddp_recipes": __version__, "digest of the config": digest(self.job.config)[:12]}
+        sizes = {f"samples of {loader.name}": f"{loader.plan.num_samples:,}" for loader in self.loaders.values()}
+        return {"version of ddp_recipes": __version__, "digest of the config": digest(self.job.config)[:12], **sizes}
 
     @property
     def val(self) -> dict[str, Loader]:

@@ -202,8 +202,8 @@ class Recovery(RunHooks):
                 self.resume_from(state, regroup)
                 run.module = run.strategy.wrap(run.task, run.devices)
                 return
-            except RequestError:
-                raise
+            except RequestError as refused:  # by a rank that is not there any more to refuse it together
+                raise RunFailed(str(refused)) from None
             except (RunFailed, RuntimeError) as another:
                 error = another
 

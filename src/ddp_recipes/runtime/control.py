@@ -129,8 +129,8 @@ class Control:
             return "failed", text, alone
         if differing:
             listed = "\n  ".join(differing[:8])
-            same = "Use one version, one config and one run directory on every node."
-            return "refused", f"The ranks differ:\n  {listed}\n{same}", []
+            same = "Use one version, one config, the same data and one run directory on every node."
+            return "refused", f"The ranks differ. {same}\n  {listed}", []
         return "ready", "", []
 
     def _stay_until_read(self, by: Iterable[int], seconds: float = STAY_S) -> None:
