@@ -346,7 +346,7 @@ def _named(error: Exception, shard: int, stream: Stream) -> RuntimeError:
 
 
 def _verify(file: Path, shard: Shard) -> None:
-    """See that a local file is what was indexed: its checksum is computed where it has another date."""
+    """See that a local file is what was indexed; where it has another date, by its checksum, if one is known."""
     try:
         status = file.stat()
     except FileNotFoundError as error:
@@ -354,8 +354,10 @@ def _verify(file: Path, shard: Shard) -> None:
     if status.st_size != shard.bytes:
         how = "cut short" if status.st_size < shard.bytes else "changed"
         raise BadShard(f"it is {how}: it has {status.st_size:,} bytes, and had {shard.bytes:,} when it was indexed")
-    if status.st_mtime_ns == shard.mtime_ns or shard.sha256 is None:
+    if status.st_mtime_ns == shard.mtime_ns:
         return
+    if shard.sha256 is None:
+        raise BadShard("it was written since this run indexed it, without a checksum. Leave a set as it is, or copy it")
     if _checksum(file, status.st_size, status.st_mtime_ns) != shard.sha256:
         raise BadShard("it has changed since it was indexed: its checksum is another one")
 
