@@ -84,6 +84,13 @@ def test_each_block_has_as_many_of_a_set_as_its_weight_says() -> None:
     assert [mixture[sample] for sample in (99, 100, 1099, 1100)] == [99, 0, 999, 0]
 
 
+def test_small_sets_without_weights_come_once_in_an_epoch() -> None:
+    """A block of more places than an epoch has some of their samples twice in one, and others not."""
+    order = Mixture({"a": range(100), "b": range(53)}).sample_order(0, shuffle=True)
+    for epoch in range(3):
+        assert sorted(order.samples(epoch, np.arange(153, dtype=np.uint64)).tolist()) == [*range(153)]
+
+
 @pytest.mark.parametrize("few", [Shuffled(2, 5), Windowed((1, 1), 5, 16384, 8)], ids=["shuffled", "stream"])
 def test_a_tiny_set_takes_no_longer_than_a_large_one(few: Shuffled | Windowed) -> None:
     mixed, began = Mixed((Shuffled(60_000, 4), few), (1, 1), 1 << 16, 3), time.monotonic()

@@ -91,7 +91,8 @@ class Mixture(Dataset[Any]):
         sources: map-style sets by name, whose samples are alike.
         weights: of the sets, by the same names; without any a set counts as much as it has samples.
         num_samples: of an epoch; ``None``: as many as the sets have together.
-        block: places in which each set has its share, to the nearest sample; more where one would have none.
+        block: places in which each set has its share, to the nearest sample; more where one would have none, and at
+            most an epoch: without weights a small set's samples then come once in each.
 
     Raises:
         RequestError: there is no set, or one has no weight, no sample or no index, or is a mixture.
@@ -121,8 +122,8 @@ class Mixture(Dataset[Any]):
                 f"{self._sizes} samples. Give each set a weight above 0, and only these."
             )
         least = min(_LONGEST, math.ceil(sum(shares.values()) / min(shares.values())))  # places, for each to have one
-        self.shares = _shares([shares[name] for name in self.names], max(block, least))
         self.num_samples = len(self) if num_samples is None else num_samples
+        self.shares = _shares([shares[name] for name in self.names], max(min(block, self.num_samples), least))
         for name, source in zip(self.names, self.sources, strict=True):
             if order_of(source, 0, True).repeats:
                 raise RequestError(
