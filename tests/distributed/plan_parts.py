@@ -204,15 +204,16 @@ class Reading(torch.optim.SGD):
 
 
 class Residual(nn.Sequential):
-    """Has a gradient that comes from two sides, a broadcast, and a view."""
+    """Has gradients that come from two sides, of one shape and of two, a broadcast, and a view."""
 
     def __init__(self, in_features: int, hidden_features: int, out_features: int) -> None:
         super().__init__(nn.Linear(in_features, hidden_features), nn.Linear(hidden_features, out_features))
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, input: Tensor) -> Tensor:
-        hidden = torch.relu(self[0](input))
-        hidden = hidden + self.scale * hidden.flip(0).t().contiguous().t().exp()
+        hidden, row = torch.relu(self[0](input)), self.scale.exp()
+        hidden = hidden + row
+        hidden = hidden + row.expand_as(hidden) * hidden.flip(0).t().contiguous().t().exp()
         output: Tensor = self[1](hidden)
         return output
 

@@ -48,15 +48,15 @@ def _run(roots: Roots, accumulate: Callable[[Tensor, Tensor], None]) -> None:
         given = gradients.pop(node, {})
         if hasattr(node, "variable"):
             if given:
-                accumulate(node.variable, _fitted(given[0], node, 0))
+                accumulate(node.variable, given[0])
             continue
-        results = _call(node, [_fitted(given[at], node, at) if at in given else None for at in range(_outputs(node))])
+        results = _call(node, [given.get(at) for at in range(len(metadata_of(node)))])
         given.clear()
         for (following, at), gradient in zip(node.next_functions, results, strict=False):
             if following is None:
                 continue
             if gradient is not None:
-                _add(gradients.setdefault(following, {}), at, gradient)
+                _add(gradients.setdefault(following, {}), at, _fitted(gradient, following, at))
             waiting[following] -= 1
             if waiting[following] == 0:
                 del waiting[following]
@@ -95,10 +95,6 @@ def _uses(roots: Iterable[Any]) -> Counter[Any]:
 def _turn(node: Any) -> int:
     """Return when a node comes among those that are ready: leaves at once, then the latest of the forward pass."""
     return -(1 << 62) if hasattr(node, "variable") else -sequence_number(node)
-
-
-def _outputs(node: Any) -> int:
-    return len(metadata_of(node))
 
 
 def _call(node: Any, gradients: list[Tensor | None]) -> tuple[Tensor | None, ...]:
