@@ -101,7 +101,7 @@ def _run(job: Job, world: World, messages: Messages | None, watcher: Watcher) ->
         recipe.strategy.exchanges.end()
         raise
     except RequestError as error:
-        control.refuse_together()
+        control.refuse_together(f"{error}\n")
         recipe.strategy.exchanges.end()
         refuse(recipe, output, error)
         raise

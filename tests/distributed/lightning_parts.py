@@ -947,10 +947,11 @@ class Predicts(Lit):
 
 
 class PredictsTheMean(Lit):
-    """Predicts one number a batch."""
+    """Predicts one number a batch, on its last rank."""
 
     def predict_step(self, batch: Batch, batch_idx: int) -> Any:
-        return {"mean": self(batch[0]).mean()}
+        outputs = self(batch[0])
+        return {"mean": outputs.mean() if self.trainer.global_rank == self.trainer.world_size - 1 else outputs}
 
 
 class Writes:

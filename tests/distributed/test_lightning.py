@@ -1,6 +1,8 @@
 """A module written for Lightning learns what the plain module learns."""
 
 import csv
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -414,8 +416,12 @@ def test_predictions_may_be_several_and_a_callback_may_write_them(tmp_path: Path
     assert predictions["pair"][1] == ["a"] * 21
     written = [torch.load(path, weights_only=True) for path in tmp_path.glob("[01]_*.pt")]
     assert sorted(number for numbers, _ in written for number in numbers) == list(range(21))
-    with pytest.raises(RunFailed, match=r"predict_step returns a tensor \[\] for a batch of 8 samples"):
-        run(*part("PredictsTheMean"), *predicting, "data.val_batch_size=8")
+    mean = "predict_step returns a tensor [] for a batch of 4 samples"
+    for world_size, kind in ((1, RequestError), (2, RunFailed)):  # of two ranks the first one stops for the other
+        own = [*part("PredictsTheMean"), *predicting, "data.val_batch_size=4"]
+        with pytest.raises(kind, match=re.escape(mean)):
+            run(*own, world_size=world_size, directory=tmp_path / str(world_size))
+    assert json.loads((tmp_path / "2" / "summary.json").read_text())["error"].startswith(f"rank 1: {mean}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -142,8 +142,12 @@ class Control:
         if self.world.is_main:
             self._await("read", by, seconds)
 
-    def refuse_together(self) -> None:
-        """Stay, on a rank that found what all refuse once it had joined, until the others have: they may still join."""
+    def refuse_together(self, text: str) -> None:
+        """Stay, on a rank that found what all refuse once it had joined, until the others have: they may still join.
+
+        Those that have not found it fail for the lack of this rank, and give ``text`` as the cause.
+        """
+        self.fail(text, self.world.rank)
         if self.messages is not None:
             self.messages.set(f"refusing/{self.world.rank}", "")
             self._await("refusing", {*range(self.world.world_size)} - {self.world.rank}, STAY_S)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ddp_recipes._compat.torch_ import tree_flatten, tree_unflatten
 from ddp_recipes.build.recipe import Recipe
-from ddp_recipes.errors import RunFailed
+from ddp_recipes.errors import RequestError
 from ddp_recipes.output import Output
 from ddp_recipes.runtime.files import write_aside
 from ddp_recipes.training.metrics import evaluated
@@ -58,7 +58,7 @@ def rows_of(output: Any, samples: int) -> Any:
     """Return what a step predicted, on the CPU, and numbers of 16 bits with 32.
 
     Raises:
-        RunFailed: something of it has not one row for each of so many samples.
+        RequestError: something of it has not one row for each of so many samples.
     """
     leaves, structure = tree_flatten(output, is_leaf=lambda each: _is_list(each, samples))
     rows: list[Any] = []
@@ -69,7 +69,7 @@ def rows_of(output: Any, samples: int) -> Any:
             rows.append(list(each))
         else:
             found = f"a tensor {list(each.shape)}" if isinstance(each, Tensor) else f"a {type(each).__name__}"
-            raise RunFailed(
+            raise RequestError(
                 f"predict_step returns {found} for a batch of {samples} samples. predictions.pt has a row for each "
                 f"sample: return tensors [{samples}, ...], alone or in a dict, list or tuple, or nothing."
             )
