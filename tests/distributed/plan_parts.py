@@ -211,7 +211,7 @@ class Residual(nn.Sequential):
         self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, input: Tensor) -> Tensor:
-        hidden, row = torch.relu(self[0](input)), self.scale.exp()
+        hidden, row = torch.relu(self[0](input)), self.scale.tanh() / 9
         hidden = hidden + row
         hidden = hidden + row.expand_as(hidden) * hidden.flip(0).t().contiguous().t().exp()
         output: Tensor = self[1](hidden)
