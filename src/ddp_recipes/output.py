@@ -168,11 +168,12 @@ class Output:
         return self._stack.enter_context(context)
 
     def close(self) -> None:
-        """Close files and remove the log handlers."""
+        """Close files, remove the log handlers and let go of the run, which holds :meth:`note` and would stay."""
         with recording():
             self._stack.close()
         if self.directory is not None:
             self.directory.close()
+        self.run = None
 
     def facts(self, weights_sha256: str | None) -> Summary:
         """Return what ``summary.json`` says of any run, however it ended.

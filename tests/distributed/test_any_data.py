@@ -227,7 +227,7 @@ def test_a_loss_of_one_number_is_a_scalar(strategy: str, run: Run) -> None:
     found, expected = (run(*own, *task, world_size=2) for task in (["task._target_=data_parts.Unsqueezed"], []))
     assert found["weights_sha256"] == expected["weights_sha256"]
     assert found["metrics"]["train/loss"] == expected["metrics"]["train/loss"]
-    with pytest.raises((RequestError, RuntimeError), match=r"Unsqueezed.training_step returns NoneType. Return ddp_re"):
+    with pytest.raises((RequestError, RunFailed), match=r"Unsqueezed.training_step returns NoneType. Return ddp_re"):
         run(*own, "task._target_=data_parts.Unsqueezed", "+task.nothing=true", world_size=2)
 
 
