@@ -98,7 +98,7 @@ class Player:
         self.played.starts.append(
             Started(world_size, alone, start.status, start.text(), over - began, not ended, orphans, outcome)
         )
-        if outcome == "preempted":
+        if outcome == "preempted" and any(word == "step" for _, word, _ in self._news()):  # else nothing is saved
             self._note("preempted", 0)
         if self.played.done and self.played.done[-1].start == number:
             self.played.done[-1].gone_s = over - self.played.done[-1].at
