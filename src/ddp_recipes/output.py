@@ -168,7 +168,7 @@ class Output:
         return self._stack.enter_context(context)
 
     def close(self) -> None:
-        """Close files, remove the log handlers and let go of the run, which holds :meth:`note` and would stay."""
+        """Close files, remove the log handlers; free the run, which refers to this by :meth:`note`."""
         with recording():
             self._stack.close()
         if self.directory is not None:

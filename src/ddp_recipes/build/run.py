@@ -99,6 +99,7 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         optimizers, schedules = strategy.make_optimizers(task, partial(_optimizers_and_schedules, recipe))
     fixed_shards = recipe.request.strategy.fixed_shards
     draws = not all(str(unwrap(type(each).step).__module__).startswith("torch.optim.") for each in optimizers)  # may be
+    draws, seed = draws or fixed_shards is not None, recipe.request.run.seed
     every = min(recipe.trainer.log_every_n_steps, max(1, recipe.length.total_steps or recipe.trainer.log_every_n_steps))
     run = Run(
         world=recipe.world,
@@ -116,13 +117,8 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
         checkpoint=recipe.checkpoint,
         monitor=recipe.monitor,
         auto_monitor=recipe.request.checkpoint.auto_monitor,
-        seed=recipe.request.run.seed,
-        generators=Generators(
-            recipe.request.run.seed,
-            strategy.draws_on(devices),
-            recipe.world.rank,
-            drawn=draws or fixed_shards is not None,
-        ),
+        seed=seed,
+        generators=Generators(seed, strategy.draws_on(devices), recipe.world.rank, drawn=draws),
         shards=fixed_shards,
         stop_controller=stop_controller,
         guard=NonFiniteGuard(recipe.world, strategy.sum, recipe.device),

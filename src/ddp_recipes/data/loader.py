@@ -156,12 +156,7 @@ class Loader:
         name: str = "data",
     ) -> None:
         if plan.num_batches == 0:
-            raise RequestError(
-                f"No batch to run: {plan.num_samples} samples, a global batch of {plan.global_batch_size}"
-                f"{', the rest dropped' if plan.drop_last else ''}, at most {plan.max_batches} batches. Use a smaller "
-                f"data.{'batch_size' if name == 'data.train' else 'val_batch_size'}, data.drop_last=false, or a higher "
-                f"trainer.limit_*_batches."
-            )
+            raise _without_batch(plan, "batch_size" if name == "data.train" else "val_batch_size")
         self.dataset, self.plan, self.device, self.shards = dataset, plan, device, shards
         self.collate_fn, self.name, self.timeout_s, self.form = collate_fn or collate, name, timeout_s, form
         self._options: dict[str, Any] = {"pin_memory": pin_memory, "collate_fn": collate_fn, "form": form, "name": name}
@@ -406,6 +401,14 @@ def size_of(dataset: Any) -> int:
     if len(dataset) == 0:
         raise RequestError(f"{kind} is empty: give it at least one sample.")
     return len(dataset)
+
+
+def _without_batch(plan: BatchPlan, key: str) -> RequestError:
+    return RequestError(
+        f"No batch to run: {plan.num_samples} samples, a global batch of {plan.global_batch_size}"
+        f"{', the rest dropped' if plan.drop_last else ''}, at most {plan.max_batches} batches. Use a smaller "
+        f"data.{key}, data.drop_last=false, or a higher trainer.limit_*_batches."
+    )
 
 
 def _whole_batch_fetch(dataset: Any, collate_fn: Any) -> Any:
