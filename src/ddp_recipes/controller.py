@@ -329,8 +329,8 @@ def make_directory(path: Path, fresh: bool) -> list[Path]:
     Raises:
         RequestError: it cannot be made, or not be written to.
     """
-    if (stranger := _planted(path)) is not None:
-        raise RequestError(f"{path} leads through {stranger}. Give a directory in a folder that is yours alone.")
+    if (found := _planted(path)) is not None:
+        raise RequestError(f"{path} leads through {found}. Give a directory in a folder that is yours alone.")
     reason: str | None = None
     most = os.pathconf("/", "PC_PATH_MAX") - _INSIDE
     if (length := len(os.fsencode(path))) > most:

@@ -98,8 +98,8 @@ def make_run(recipe: Recipe, stop_controller: StopController, strategy: Strategy
     with loading():  # an optimizer that is not torch's own may bring its compiler
         optimizers, schedules = strategy.make_optimizers(task, partial(_optimizers_and_schedules, recipe))
     fixed_shards = recipe.request.strategy.fixed_shards
-    draws = not all(str(unwrap(type(each).step).__module__).startswith("torch.optim.") for each in optimizers)  # may be
-    draws, seed = draws or fixed_shards is not None, recipe.request.run.seed
+    by_torch = all(str(unwrap(type(each).step).__module__).startswith("torch.optim.") for each in optimizers)
+    draws, seed = fixed_shards is not None or not by_torch, recipe.request.run.seed  # others' steps may draw
     every = min(recipe.trainer.log_every_n_steps, max(1, recipe.length.total_steps or recipe.trainer.log_every_n_steps))
     run = Run(
         world=recipe.world,

@@ -166,7 +166,6 @@ def _image(content: bytes) -> Any:
     from PIL import Image
 
     with Image.open(io.BytesIO(content), formats=_FORMATS) as image:
-        image.load()
         return in_rgb(image)
 
 
